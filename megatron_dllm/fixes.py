@@ -1,0 +1,92 @@
+"""Defects of megatron-core 0.19.2 that our layouts hit, on GPU and CPU alike; each has a test.
+
+Installed by `megatron_dllm.training`, the one module that starts Megatron's training loop.
+"""
+
+import functools
+
+import torch
+
+
+def install() -> None:
+    """Idempotent."""
+    global install
+    _torch_adam_in_distributed_optimizer()
+    _prebuilt_dataset_helpers()
+    _first_logged_interval()
+    install = lambda: None
+
+
+def _torch_adam_in_distributed_optimizer() -> None:
+    """Without Transformer Engine and Apex the optimizer is torch's AdamW, with a `step` per parameter.
+
+    DistributedOptimizer then (a) asserts that a step exists when it only describes a fresh optimizer for
+    loading, (b) looks for `step` among the sharded states, (c) loads ONE step tensor into all parameters, so
+    that every optimizer step advances it once per parameter: bias correction, and with it the loss, drifts
+    after a resume without any error.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    state_dict = DistributedOptimizer.state_dict
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    @functools.wraps(state_dict)
+    def state_dict_of_fresh_optimizer(self):
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state[parameter]
+                if "step" not in state:
+                    state["step"] = torch.tensor(0.0)
+                    state.setdefault("exp_avg", torch.zeros_like(parameter.data))
+                    state.setdefault("exp_avg_sq", torch.zeros_like(parameter.data))
+        return state_dict(self)
+
+    @functools.wraps(set_states)
+    def set_states_without_step(self, model_param, tensors):
+        return set_states(self, model_param, {"step": None, **tensors})  # None: nothing to copy
+
+    @functools.wraps(load_state_dict)
+    def load_state_dict_with_own_steps(self, state):
+        load_state_dict(self, state)
+        for parameter_state in self.optimizer.state.values():
+            if torch.is_tensor(parameter_state.get("step")):
+                parameter_state["step"] = parameter_state["step"].clone()
+
+    DistributedOptimizer.state_dict = state_dict_of_fresh_optimizer
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_step
+    DistributedOptimizer.load_state_dict = load_state_dict_with_own_steps
+
+
+def _prebuilt_dataset_helpers() -> None:
+    """The wheel ships the compiled dataset helpers but no Makefile: do not rebuild what imports."""
+    import importlib.util
+
+    import megatron.core.datasets.utils as dataset_utils
+
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
+        dataset_utils.compile_helpers = lambda: None
+
+
+def _first_logged_interval() -> None:
+    """The line logged after the first iteration does not reset the running sums.
+
+    That is meant for a first iteration inside an interval. When the first iteration ends one (always, with
+    --log-interval 1), the next line would show a mean over both.
+    """
+    import megatron.training.training as training
+    from megatron.training import get_args
+
+    training_log = training.training_log
+
+    @functools.wraps(training_log)
+    def log_whole_intervals(*args, **kwargs):
+        iteration = kwargs["iteration"] if "iteration" in kwargs else args[3]
+        if iteration % get_args().log_interval == 0:
+            kwargs["is_first_iteration"] = False
+        return training_log(*args, **kwargs)
+
+    training.training_log = log_whole_intervals

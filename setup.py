@@ -1,0 +1,27 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="megatron-dllm",
+    version="0.1.0",
+    description="Megatron-style, model-parallel training of diffusion language models",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_dllm", "megatron_dllm.*"]),
+    python_requires=">=3.12",
+    install_requires=[
+        "megatron-core==0.19.2",  # ships megatron.core and megatron.training; patched in fixes.py and cpu.py
+        "torch>=2.6",
+        "numpy",
+        "sentencepiece",
+        "transformers>=5.0",  # tokenizers and chat templates
+        "jinja2",
+        "tensorboard",
+        "tqdm",
+        "pyarrow",  # parquet chat data
+        "einops",
+    ],
+    extras_require={
+        "test": ["pytest", "hypothesis", "ruff"],
+        "wandb": ["wandb"],
+        "te": ["transformer-engine[core_cu13,pytorch]"],
+    },
+)
