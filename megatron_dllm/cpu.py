@@ -107,11 +107,29 @@ def _names_cuda(value) -> bool:
     return isinstance(value, str | torch.device) and _on_cpu(value) is CPU
 
 
-_FACTORIES = (
-    "tensor as_tensor zeros ones empty full rand randn randint randperm arange linspace eye zeros_like "
-    "ones_like empty_like full_like rand_like randn_like empty_strided"
-).split()
-_METHOD_FACTORIES = "new_tensor new_zeros new_ones new_empty new_full".split()
+_FACTORIES = [
+    "tensor",
+    "as_tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "arange",
+    "linspace",
+    "eye",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "empty_strided",
+]
+_METHOD_FACTORIES = ["new_tensor", "new_zeros", "new_ones", "new_empty", "new_full"]
 
 
 def _tensor_devices() -> None:
@@ -239,7 +257,11 @@ def _streams_and_events() -> None:
     cuda = torch.cuda
     cuda.Stream, cuda.ExternalStream, cuda.Event = _Stream, _Stream, _Event
     stream = _Stream()
-    cuda.current_stream, cuda.default_stream, cuda.set_stream = _constant(stream), _constant(stream), _constant()
+    cuda.current_stream, cuda.default_stream, cuda.set_stream = (
+        _constant(stream),
+        _constant(stream),
+        _constant(),
+    )
     cuda.stream = lambda stream=None: contextlib.nullcontext()
     cuda.synchronize, cuda.empty_cache, cuda.ipc_collect = _constant(), _constant(), _constant()
     cuda.is_current_stream_capturing = _constant(False)

@@ -8,13 +8,13 @@ import functools
 import torch
 
 
+@functools.cache
 def install() -> None:
-    """Idempotent."""
-    global install
+    """Once per process."""
     _torch_adam_in_distributed_optimizer()
     _prebuilt_dataset_helpers()
     _first_logged_interval()
-    install = lambda: None
+    _fault_tolerance_parses_again()
 
 
 def _torch_adam_in_distributed_optimizer() -> None:
@@ -90,3 +90,12 @@ def _first_logged_interval() -> None:
         return training_log(*args, **kwargs)
 
     training.training_log = log_whole_intervals
+
+
+def _fault_tolerance_parses_again() -> None:
+    """`pretrain` parses sys.argv a second time with Megatron's flags alone, and fails on a value that is ours."""
+    import types
+
+    from megatron.training import ft_integration, get_args
+
+    ft_integration.arguments = types.SimpleNamespace(parse_args=lambda ignore_unknown_args: get_args())

@@ -1,0 +1,16 @@
+"""The training modes. Adding one takes its file and one line here."""
+
+from types import ModuleType
+
+from megatron_dllm.modes import mdlm
+
+MODES: dict[str, ModuleType] = {
+    "mdlm": mdlm,
+}
+
+
+def get_mode(name: str) -> ModuleType:
+    """The mode module called `name`; ValueError naming the known ones otherwise."""
+    if name not in MODES:
+        raise ValueError(f"unknown --dllm-mode {name!r}: choose one of {', '.join(sorted(MODES))}.")
+    return MODES[name]

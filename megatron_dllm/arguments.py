@@ -1,0 +1,185 @@
+"""Command line: Megatron's flags as they are, our groups, defaults that make a tiny run short, and the checks.
+
+Everything that can be wrong with a command is found here, before any process group, data set or model
+exists, and is raised as a ValueError with one sentence that says what to do.
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+
+from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_dllm.models.attention import BACKENDS
+from megatron_dllm.modes import MODES, get_mode
+from megatron_dllm.presets import PRESETS, get_preset
+from megatron_dllm.validation import check_flags, check_layout, resolve_vocabulary
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our groups and our defaults to Megatron's parser."""
+    parser.usage = "%(prog)s --dllm-mode MODE [--model-preset NAME] --seq-length ... (--help lists every flag)"
+    group = parser.add_argument_group("diffusion language model")
+    group.add_argument("--dllm-mode", required=True, help=f"Training objective: {', '.join(MODES)}.")
+    group.add_argument(
+        "--model-preset",
+        default=None,
+        help=f"Named model shape, each value overridable: {', '.join(PRESETS)}.",
+    )
+    group.add_argument(
+        "--dllm-mask-token-id", type=int, default=None, help="Id of the mask token; default: the tokenizer's."
+    )
+    group.add_argument(
+        "--dllm-eps",
+        type=float,
+        default=1e-3,
+        help="Smallest noise level: p = (1 - eps) t + eps, t ~ U(0, 1).",
+    )
+    group.add_argument(
+        "--dllm-loss-normalization",
+        choices=("supervised", "noise"),
+        default="supervised",
+        help="Divide the diffusion loss by the global number of supervised tokens (an unbiased bound in nats "
+        "per token) or of noised tokens.",
+    )
+    group.add_argument(
+        "--dllm-attention-backend",
+        choices=BACKENDS,
+        default="auto",
+        help="flex (GPU, block-sparse) or sdpa (dense mask); auto is flex on a GPU and sdpa on a CPU. A rule "
+        "that needs no mask always runs without one.",
+    )
+    group.add_argument(
+        "--dllm-verify-peers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Compare a hash of the batch across tensor-, context- and pipeline-parallel peers in the first N "
+        "steps and stop on a difference.",
+    )
+
+    group = parser.add_argument_group("diffusion data")
+    group.add_argument("--sft-data-path", nargs="+", default=None, help="Chat data: JSONL or parquet with `messages`.")
+    group.add_argument("--sft-valid-data-path", nargs="+", default=None, help="Chat data for validation.")
+    group.add_argument(
+        "--sft-last-turn-only",
+        action="store_true",
+        help="Supervise the last assistant turn only; default: every one.",
+    )
+    group.add_argument(
+        "--dllm-padding",
+        choices=("ignore", "supervise"),
+        default="ignore",
+        help="Padding after a chat sample is neither attended nor scored, or (LLaDA's recipe) is part of the answer.",
+    )
+    group.add_argument(
+        "--dllm-pad-block-size",
+        type=int,
+        default=None,
+        help="Fill every chat sample with supervised EOS up to a multiple of this before padding the batch.",
+    )
+    group.add_argument(
+        "--pad-seq-len-divisible",
+        type=int,
+        default=None,
+        help="Pad chat batches to a multiple of this instead of the least that the layout needs.",
+    )
+    group.add_argument(
+        "--dllm-cross-document-attention",
+        action="store_true",
+        help="Let packed documents attend to each other, with positions running on; default: kept apart.",
+    )
+    for name, mode in MODES.items():
+        mode.add_args(parser.add_argument_group(f"mode {name}"))
+
+    for action in parser._actions:
+        if action.dest == "tokenizer_type":
+            action.choices = [*action.choices, "ByteLevelTokenizer"]
+        elif action.dest == "chat_template":
+            action.help = "File with a Jinja chat template; default: the tokenizer's own."
+        elif action.dest == "cp_comm_type":
+            action.help = "How context parallelism communicates: a2a (exchange heads) or all_gather (gather K/V)."
+    parser.set_defaults(**_defaults())
+    preset = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    preset.add_argument("--model-preset")
+    chosen, _ = preset.parse_known_args()
+    if chosen.model_preset is not None:
+        parser.set_defaults(**get_preset(chosen.model_preset))
+    return parser
+
+
+def _defaults() -> dict:
+    """Today's usual architecture, so that a command names only what is special about it."""
+    defaults = dict(
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        transformer_impl="local",
+        cp_comm_type=["a2a"],
+        dataloader_type="external",
+        eval_interval=1000,
+        dist_ckpt_optim_fully_reshardable=True,  # the optimizer state loads at any other layout too
+        apply_rope_fusion=False,  # positions differ by row
+        masked_softmax_fusion=False,  # belongs to Megatron's own core attention
+    )
+    if not _has_fused_gradient_accumulation():
+        defaults |= dict(gradient_accumulation_fusion=False)
+    if not torch.cuda.is_available():
+        defaults |= dict(
+            distributed_backend="gloo",
+            use_cpu_initialization=True,
+            bias_swiglu_fusion=False,  # jitted kernels
+            bias_dropout_fusion=False,
+            persist_layer_norm=False,
+            num_workers=0,
+        )
+    return defaults
+
+
+def _has_fused_gradient_accumulation() -> bool:
+    from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
+
+    return torch.cuda.is_available() and _grad_accum_fusion_available
+
+
+def parse_arguments() -> tuple[argparse.Namespace, Tokenizer]:
+    """Parse and check `sys.argv`, set Megatron's global variables. Raises ValueError (one sentence)."""
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.global_vars import set_global_variables
+
+    given: set[str] = set()
+
+    def provider(parser):
+        parser = add_arguments(parser)
+        names = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
+        options = parser._option_string_actions
+        given.update(options[name].dest for name in names if name in options)
+        return parser
+
+    args = parse_args(provider)
+    mode = get_mode(args.dllm_mode)
+    check_flags(args, given)
+    check_layout(args, mode)
+    tokenizer = build_tokenizer(args)
+    resolve_vocabulary(args, tokenizer, mode)
+    mode.validate(args)
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    try:
+        validate_args(args)
+    except AssertionError as error:
+        raise ValueError(f"Megatron refuses this combination of flags: {error}") from error
+    set_global_variables(args, build_tokenizer=False)
+    return args, tokenizer
+
+
+def fail(error: Exception) -> None:
+    """Print one sentence on one process only and exit with code 2."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

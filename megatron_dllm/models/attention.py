@@ -1,0 +1,168 @@
+"""One core attention for every mode: it evaluates the mode's `visible` rule and knows context parallelism.
+
+Megatron's TransformerBlock hands its `attention_mask` unchanged to every core attention, through pipeline
+stages and activation recomputation. We pass the attribute tensor there, so the one rule makes the dense mask
+and the Flex BlockMask alike, and no mask kind of a kernel is ever silently replaced by another.
+
+Shapes: s local sequence, b batch, h query heads, g key/value heads, d head size, S global sequence.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_dllm.modes.base import Rule
+
+BACKENDS = ("auto", "sdpa", "flex")
+
+
+class RuleAttention(MegatronModule):
+    """Core attention under a visibility rule, with context parallelism by all-to-all or all-gather.
+
+    forward(query [s,b,h,d], key [s,b,g,d], value [s,b,g,d], attention_mask = attributes_BQA of the global
+    sequence in rank-concatenated order, or None where everything is visible) -> [s, b, h*d].
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        *,
+        visible: Rule,
+        backend: str = "auto",
+        **unused,
+    ):
+        super().__init__(config=config)
+        self.visible, self.backend = visible, backend
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.cp = pg_collection.cp
+        self.cp_comm_type = cp_comm_type
+        if self.cp.size() > 1 and cp_comm_type not in ("a2a", "all_gather"):
+            raise ValueError(f"--cp-comm-type {cp_comm_type} cannot carry a custom mask: use a2a or all_gather.")
+
+    def forward(self, query, key, value, attention_mask, **unused):
+        s, b, h, d = query.shape
+        attributes, cp = attention_mask, self.cp.size()
+        own = slice(None)
+        if cp > 1 and self.cp_comm_type == "all_gather":
+            key, value = self._gather_sequence(key), self._gather_sequence(value)
+            own = slice(self.cp.rank() * s, (self.cp.rank() + 1) * s)
+        elif cp > 1:
+            query, key, value = (self._heads_for_sequence(x) for x in (query, key, value))
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        output = self._attend(query, key, value, attributes, own).permute(2, 0, 1, 3)
+        if cp > 1 and self.cp_comm_type == "a2a":
+            output = self._sequence_for_heads(output)
+        return output.reshape(s, b, h * d)
+
+    def _attend(self, query, key, value, attributes, own: slice):
+        options = dict(scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1])
+        dropout = self.dropout if self.training else 0.0
+        if attributes is not None and self.use_flex(query):
+            if dropout:
+                raise ValueError("Flex attention has no dropout: use --attention-dropout 0.")
+            return flex(query, key, value, block_mask=masks.block(self.visible, attributes, own), **options)
+        mask = None
+        if attributes is not None:
+            mask = masks.dense(self.visible, attributes, own, query.dtype)
+        if not dropout:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        with tensor_parallel.get_cuda_rng_tracker().fork():  # peers hold different heads: different masks
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout, **options)
+
+    def use_flex(self, query) -> bool:
+        return self.backend == "flex" or (self.backend == "auto" and query.is_cuda)
+
+    # --- context parallelism: Megatron's own differentiable collectives over the context-parallel group ---
+
+    def _gather_sequence(self, x):
+        """[s,b,g,d] -> [S,b,g,d]; the gradient is reduce-scattered."""
+        return tensor_parallel.gather_from_sequence_parallel_region(
+            x.contiguous(), tensor_parallel_output_grad=True, group=self.cp
+        )
+
+    def _heads_for_sequence(self, x):
+        """[s,b,h,d] -> [S,b,h/cp,d]: give away heads, receive the other ranks' positions."""
+        s, b, h, d = x.shape
+        cp = self.cp.size()
+        # contiguous first: an all-to-all into a strided buffer gives wrong gradients without an error
+        x = x.view(s, b, cp, h // cp, d).permute(2, 0, 1, 3, 4).contiguous()
+        return tensor_parallel.all_to_all(self.cp, x).flatten(0, 1)
+
+    def _sequence_for_heads(self, x):
+        """[S,b,h/cp,d] -> [s,b,h,d]: the inverse."""
+        S, b, h, d = x.shape
+        cp = self.cp.size()
+        x = tensor_parallel.all_to_all(self.cp, x.reshape(cp, S // cp, b, h, d).contiguous())
+        return x.permute(1, 2, 0, 3, 4).reshape(S // cp, b, cp * h, d)
+
+
+class _Masks:
+    """Masks of the last few micro-batches, shared by all layers.
+
+    An entry keeps its attribute tensor alive, so the tensor's address identifies it; recomputation sees a
+    detached alias at the same address. A pipeline holds several micro-batches at once, hence more than one.
+    """
+
+    CAPACITY = 4
+
+    def __init__(self):
+        self._entries: OrderedDict = OrderedDict()
+
+    def _get(self, key: tuple, attributes: torch.Tensor, make: Callable):
+        key += (attributes.data_ptr(), tuple(attributes.shape))
+        if key not in self._entries:
+            self._entries[key] = (attributes, make())
+            if len(self._entries) > self.CAPACITY:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return self._entries[key][1]
+
+    def dense(self, visible: Rule, attributes: torch.Tensor, own: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Additive [b, 1, rows, S]: 0 where visible, -inf elsewhere."""
+
+        def make():
+            allowed = visible(attributes[:, own, None], attributes[:, None])
+            mask = torch.zeros(allowed.shape, dtype=dtype, device=attributes.device)
+            return mask.masked_fill_(~allowed, float("-inf"))[:, None]
+
+        return self._get((visible, own.start, dtype), attributes, make)
+
+    def block(self, visible: Rule, attributes: torch.Tensor, own: slice):
+        """Flex BlockMask of the same rule."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def make():
+            rows = attributes[:, own]
+            rule = lambda b, h, q, k: visible(rows[b, q], attributes[b, k])
+            B, Q, S = attributes.shape[0], rows.shape[1], attributes.shape[1]
+            return create_block_mask(rule, B, None, Q, S, device=attributes.device)
+
+        return self._get((visible, own.start, "block"), attributes, make)
+
+
+masks = _Masks()
+_compiled_flex = None
+
+
+def flex(query, key, value, **options):
+    """flex_attention, compiled on a GPU. On a CPU it has no backward: forward only, for tests."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    global _compiled_flex
+    if not query.is_cuda:
+        return flex_attention(query, key, value, **options)
+    if _compiled_flex is None:
+        _compiled_flex = torch.compile(flex_attention)
+    return _compiled_flex(query, key, value, **options)

@@ -1,0 +1,245 @@
+"""The diffusion language model: Megatron-Core's parts, explicit positions and attributes, rows that are scored.
+
+Parameter names are GPTModel's, so Megatron's tools read our checkpoints. GPTModel itself is deprecated in
+megatron-core 0.19 and hard-codes causal masks and implicit positions.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+
+from megatron_dllm.models.attention import RuleAttention
+from megatron_dllm.models.head import WeightedNLL
+from megatron_dllm.modes.base import DOCUMENT, Rule
+from megatron_dllm.parallel import RankTerm
+
+HEAD_CHUNK_ROWS = 512  # below ~128 rows the gradient of the head is memory-bound; beyond 1024 nothing is gained
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under Megatron's constructor. The wrapped torch norm of Megatron's local spec refuses
+    sequence parallelism; all it takes is to mark the weight, so that its gradient is summed over shards."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **unused):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class HeadRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm of query and key heads: it sees whole sequences, also under sequence parallelism."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **unused):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+def block_spec(config, rule: Rule, backend: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's layers for this pipeline stage with our core attention, and our norms in the local spec."""
+    transformer_engine = config.transformer_impl == "transformer_engine"
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=transformer_engine,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+    )
+    core_attention = functools.partial(RuleAttention, visible=rule, backend=backend)
+    layers = []
+    for layer in spec.layer_specs:
+        layer = copy.deepcopy(layer)
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = core_attention
+        if not transformer_engine:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+            if config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = HeadRMSNorm
+        layers.append(layer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm if transformer_engine else RMSNorm)
+
+
+class DiffusionLM(LanguageModule):
+    """Embedding -> TransformerBlock -> head, any of them absent on a pipeline stage that does not hold it.
+
+    rule: the mode's `visible`; vocab_size: padded rows of the embedding (a multiple of the tensor-parallel
+    size), true_vocab_size: those that are tokens; the rest never receives probability.
+    """
+
+    def __init__(
+        self,
+        config,
+        rule: Rule,
+        vocab_size: int,
+        true_vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        rotary_base: float = 10000.0,
+        rotary_percent: float = 1.0,
+        attention_backend: str = "auto",
+        vp_stage: int | None = None,
+        pg_collection=None,
+    ):
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.model_type = ModelType.encoder_or_decoder
+        self.vocab_size, self.true_vocab_size = vocab_size, true_vocab_size
+        self.max_sequence_length = max_sequence_length
+        tp = self.pg_collection.tp
+
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=vocab_size,
+                max_sequence_length=max_sequence_length,
+                position_embedding_type="rope",
+                scatter_to_sequence_parallel=True,
+                tp_group=tp,
+            )
+        # A plain attribute: a buffer would be cast to bf16 with the rest of the model.
+        rotary_dim = int(config.kv_channels * rotary_percent)
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        self.inverse_frequencies = 1.0 / (rotary_base**exponent)
+
+        self.decoder = TransformerBlock(
+            config=config,
+            spec=block_spec(config, rule, attention_backend, vp_stage),
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=vp_stage,
+        )
+        if post_process:
+            self.output_layer = Head(
+                config.hidden_size,
+                vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=pre_process and share_embeddings_and_output_weights,
+                disable_grad_reduce=True,  # the reduction happens where the rows are selected
+                tp_group=tp,
+            )
+            self.output_layer.sequence_parallel = False  # its input is gathered already
+        if pre_process or post_process:
+            self.setup_embeddings_and_output_layer()
+
+    def set_input_tensor(self, input_tensor) -> None:
+        """Called by the pipeline schedule with the previous stage's output."""
+        self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    def forward(
+        self,
+        tokens_BQ: torch.Tensor,
+        position_ids_BQ: torch.Tensor,
+        attributes_BQA: torch.Tensor | None,
+        loss: Callable | None = None,
+        terms: dict[str, RankTerm] | None = None,
+    ):
+        """Hidden states [Q, B, D] on all but the last stage. On the last one: what `loss(ScoreView)` returns,
+        or, without `loss`, this rank's logits [B, Q, V/tp] in fp32.
+
+        Under context parallelism tokens and positions are this rank's, attributes are global (RankBatch).
+        """
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=tokens_BQ, position_ids=position_ids_BQ)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=attributes_BQA,
+            rotary_pos_emb=self._rotary(position_ids_BQ),
+            padding_mask=self._padding(attributes_BQA, tokens_BQ.shape[1]),
+        )
+        if not self.post_process:
+            return hidden
+        if loss is not None:
+            return loss(ScoreView(self, hidden, terms))
+        Q, B = tokens_BQ.shape[1], tokens_BQ.shape[0]
+        rows = torch.arange(Q * B, device=tokens_BQ.device)
+        return self.logits(self.select_rows(hidden, rows)).view(Q, B, -1).transpose(0, 1)
+
+    def _rotary(self, position_ids_BQ: torch.Tensor) -> torch.Tensor:
+        """[Q, B, 1, d] angles of this rank's positions; full-length under sequence parallelism, where
+        attention sees the gathered sequence."""
+        frequencies = self.inverse_frequencies.to(position_ids_BQ.device)
+        angles = position_ids_BQ.t()[..., None].float() * frequencies
+        return torch.cat((angles, angles), dim=-1)[:, :, None]
+
+    def _padding(self, attributes_BQA, length: int) -> torch.Tensor | None:
+        """[B, Q] True at padding, which MoE routers must neither count nor balance; None if there is none."""
+        if self.config.num_moe_experts is None or attributes_BQA is None:
+            return None
+        start = self.pg_collection.cp.rank() * length
+        padding = attributes_BQA[:, start : start + length, DOCUMENT] < 0
+        if self.config.sequence_parallel:
+            padding = tensor_parallel.scatter_to_sequence_parallel_region(
+                padding.t().contiguous(), group=self.pg_collection.tp
+            ).t()
+        return padding
+
+    def select_rows(self, hidden: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
+        """[N, D] rows (sequence-first index s·B + b), with the gradient reduced over tensor-parallel ranks."""
+        tp = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=tp
+            )
+            return hidden.flatten(0, 1).index_select(0, rows_N)
+        selected = hidden.flatten(0, 1).index_select(0, rows_N)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(selected, group=tp)
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """[N, V/tp] fp32 logits of this rank's columns; padding columns hold the lowest float."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden_ND, weight=weight)
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        columns = columns + self.pg_collection.tp.rank() * logits.shape[-1]
+        return logits.float().masked_fill(columns >= self.true_vocab_size, torch.finfo(torch.float32).min)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """GPTModel's keys: it stores no extra state for the output layer."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state.pop(f"{prefix}output_layer._extra_state", None)
+        return state
+
+
+class Head(tensor_parallel.ColumnParallelLinear):
+    """Megatron's output layer, which can also return the weighted cross entropy of its rows.
+
+    One module for both, so that hooks on it (the distributed optimizer's overlapped parameter gather) run.
+    """
+
+    def forward(self, input_, weight=None, runtime_gather_output=None, targets_N=None, weights_N=None, vocab=None):
+        if targets_N is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        weight = self.weight if weight is None else weight
+        return WeightedNLL.apply(input_, weight, targets_N, weights_N, self.tp_group, vocab, HEAD_CHUNK_ROWS)
+
+
+class ScoreView:
+    """How a mode's `loss` sees the model: by term, without hidden states, layouts or vocabulary shards."""
+
+    def __init__(self, model: DiffusionLM, hidden: torch.Tensor, terms: dict[str, RankTerm]):
+        self._model, self._hidden, self._terms = model, hidden, terms
+        self.nll: dict[str, torch.Tensor] = {}  # per scored row, detached; filled in by weighted_nll
+
+    def weighted_nll(self, term: str) -> torch.Tensor:
+        """Σ weight · nll over this rank's rows of `term`: fp32 scalar, differentiable, never holding logits."""
+        model, rows = self._model, self._terms[term]
+        shared = model.share_embeddings_and_output_weights
+        total, self.nll[term] = model.output_layer(
+            model.select_rows(self._hidden, rows.rows_N),
+            weight=model.shared_embedding_or_output_weight() if shared else None,
+            targets_N=rows.targets_N,
+            weights_N=rows.weights_N,
+            vocab=model.true_vocab_size,
+        )
+        return total

@@ -1,0 +1,92 @@
+"""Output head and cross entropy over the scored rows, vocabulary-parallel, with the gradient taken in forward.
+
+The usual way (logits, then autograd through cross entropy) holds [rows, V] logits, their softmax and their
+gradient, and recomputing them costs a fourth GEMM. For a loss that is linear in the tokens' negative
+log-likelihoods with weights known beforehand, d loss / d logits is known as soon as the logits are: so the
+forward pass walks over chunks of rows, forms each chunk's softmax once, accumulates both gradients from it
+and drops it. Three GEMMs in all and one chunk-by-V buffer; backward only multiplies by the scalar upstream
+gradient.
+
+Tensor parallelism: a rank holds V/tp columns and never sees the others'. With local softmax P_r and local
+log-sum-exp lse_r, one small all-gather a chunk gives lse = log Σ_r exp(lse_r), and P_r · exp(lse_r - lse) is
+the slice of the true softmax. The factor scales rows, so no V-wide tensor is exchanged.
+"""
+
+import torch
+
+
+class WeightedNLL(torch.autograd.Function):
+    """(Σ_i w_i · nll_i, nll_N) of rows hidden_ND under weight_VD; nll_N is not differentiable.
+
+    hidden_ND        rows, the same on all ranks of `group`; the gradient returned is this rank's partial sum
+    weight_VD        this rank's rows of the head
+    targets_N int64  global ids;  weights_N float32
+    group            tensor-parallel group;  vocab_size: true size, columns beyond it are padding
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, targets_N, weights_N, group, vocab_size, chunk_rows):
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        N, V = hidden_ND.shape[0], weight_VD.shape[0]
+        first = group.rank() * V
+        padding = max(0, min(V, first + V - vocab_size))  # the last columns of this rank
+        nll_N = torch.empty(N, dtype=torch.float32, device=hidden_ND.device)
+        grad_hidden = torch.empty_like(hidden_ND) if need_hidden else None
+        grad_weight = None
+        for start in range(0, N, chunk_rows):
+            rows = slice(start, min(start + chunk_rows, N))
+            h, y, w = hidden_ND[rows], targets_N[rows] - first, weights_N[rows]
+            logits = (h @ weight_VD.t()).float()
+            if padding:
+                logits[:, V - padding :] = torch.finfo(torch.float32).min
+            owned = (y >= 0) & (y < V)
+            owned_rows, owned_y = owned.nonzero()[:, 0], y[owned]
+            target = logits.new_zeros(h.shape[0]).index_copy_(0, owned_rows, logits[owned_rows, owned_y])
+            # softmax in place; its normaliser is at least 1, the maximum's own term
+            maximum = logits.max(dim=-1).values
+            probabilities = logits.sub_(maximum[:, None]).exp_()
+            total = probabilities.sum(-1)
+            lse_local = maximum + total.log()
+            lse, target = _combine(lse_local, target, group)
+            nll_N[rows] = lse - target
+            if not (need_hidden or need_weight):
+                continue
+            scale = w * torch.exp(lse_local - lse) / total
+            minus_w = -w[owned_rows]
+            probabilities = probabilities.to(h.dtype)
+            if need_hidden:
+                partial = (probabilities @ weight_VD).mul_(scale[:, None])
+                partial.index_add_(0, owned_rows, minus_w[:, None].to(h.dtype) * weight_VD[owned_y])
+                grad_hidden[rows] = partial
+            if need_weight:
+                scaled = (h * scale[:, None]).to(h.dtype)
+                if grad_weight is None:
+                    grad_weight = (probabilities.t() @ scaled).float()
+                elif grad_weight.dtype == h.dtype:
+                    grad_weight.addmm_(probabilities.t(), scaled)
+                else:
+                    grad_weight += probabilities.t() @ scaled
+                grad_weight.index_add_(0, owned_y, (h[owned_rows] * minus_w[:, None]).float())
+            del logits, probabilities
+        if need_weight:
+            # a rank without scored rows still contributes a (zero) gradient to the reductions
+            grad_weight = torch.zeros_like(weight_VD) if grad_weight is None else grad_weight.to(weight_VD.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(nll_N)
+        return torch.dot(nll_N, weights_N), nll_N
+
+    @staticmethod
+    def backward(ctx, upstream, _):
+        scale = lambda grad: None if grad is None else grad.mul_(upstream.to(grad.dtype))
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return scale(grad_hidden), scale(grad_weight), None, None, None, None, None
+
+
+def _combine(lse_local, target, group):
+    """Log-sum-exp over all ranks' columns, and the target logit from the rank that owns it."""
+    if group.size() == 1:
+        return lse_local, target
+    mine = torch.stack([lse_local, target])
+    everyone = mine.new_empty(group.size(), *mine.shape)
+    torch.distributed.all_gather_into_tensor(everyone, mine, group=group)
+    return everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)

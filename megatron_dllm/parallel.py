@@ -1,0 +1,121 @@
+"""What a rank gets of a micro-batch, and how long a micro-batch must be for the layout.
+
+Every tensor-, context- and pipeline-parallel peer builds the same micro-batch from the same samples; here it
+keeps its slice of the sequence (context parallelism) and the rows that some loss term scores.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_dllm.modes.base import DOCUMENT, ModelInput
+
+
+@dataclass
+class RankTerm:
+    """The N rows of this rank that one loss term scores.
+
+    rows_N index the flattened [Qr, B] hidden states of this rank (sequence first, as Megatron has them);
+    targets_N int64, weights_N and levels_N float32.
+    """
+
+    rows_N: torch.Tensor
+    targets_N: torch.Tensor
+    weights_N: torch.Tensor
+    levels_N: torch.Tensor
+
+
+@dataclass
+class RankBatch:
+    """One micro-batch as one rank trains on it. Qr = Q / context-parallel size.
+
+    attributes_BQA covers the GLOBAL sequence, in the order of the concatenated ranks, because a rule needs
+    both sides; None where everything is visible to everything, so that no mask is needed.
+    counts, tokens: this micro-batch's contributions, the same on every context-parallel peer.
+    denominators, microbatches: filled in once the whole step has been read (see data/stream.py).
+    digest: hash of everything above before slicing; equal on all tensor/context/pipeline peers.
+    """
+
+    tokens_BQ: torch.Tensor
+    position_ids_BQ: torch.Tensor
+    attributes_BQA: torch.Tensor | None
+    terms: dict[str, RankTerm]
+    counts: dict[str, float]
+    tokens: dict[str, float]
+    index: list[int]
+    digest: int = 0
+    denominators: dict[str, float] = field(default_factory=dict)
+    microbatches: int = 1
+
+    def to(self, device) -> "RankBatch":
+        """Move all tensors; a no-op on CPU."""
+        if torch.device(device).type == "cpu":
+            return self
+        move = lambda t: t if t is None else t.to(device, non_blocking=True)
+        self.tokens_BQ, self.position_ids_BQ = move(self.tokens_BQ), move(self.position_ids_BQ)
+        self.attributes_BQA = move(self.attributes_BQA)
+        for term in self.terms.values():
+            for name, tensor in vars(term).items():
+                setattr(term, name, move(tensor))
+        return self
+
+
+def rank_positions(length: int, streams: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Global positions [Q / cp_size] that a context-parallel rank owns.
+
+    Megatron's zigzag (chunks r and 2·cp-1-r, which balances causal work) inside each of the `streams`, so
+    that a rank owns the same positions of every stream.
+    """
+    if cp_size == 1:
+        return torch.arange(length * streams)
+    chunks = torch.arange(length).chunk(2 * cp_size)
+    own = torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+    return torch.cat([own + stream * length for stream in range(streams)])
+
+
+def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_within_document: bool) -> RankBatch:
+    """Cut a micro-batch for one context-parallel rank and pick the rows that are scored."""
+    length = batch.tokens_BQ.shape[1] // batch.streams
+    own = rank_positions(length, batch.streams, cp_size, cp_rank)
+    terms = {}
+    for name, term in batch.terms.items():
+        weights = term.weights_BQ[:, own].t().flatten()
+        rows = weights.nonzero()[:, 0]
+        pick = lambda tensor, rows=rows: tensor[:, own].t().flatten()[rows]
+        terms[name] = RankTerm(rows, pick(term.targets_BQ), weights[rows], pick(term.levels_BQ))
+    attributes = batch.attributes_BQA
+    if full_within_document and (attributes[..., DOCUMENT] == 0).all():
+        attributes = None
+    elif cp_size > 1:
+        order = torch.cat([rank_positions(length, batch.streams, cp_size, r) for r in range(cp_size)])
+        attributes = attributes[:, order].contiguous()
+    return RankBatch(
+        tokens_BQ=batch.tokens_BQ[:, own].contiguous(),
+        position_ids_BQ=batch.position_ids_BQ[:, own].contiguous(),
+        attributes_BQA=attributes,
+        terms=terms,
+        counts={name: term.count for name, term in batch.terms.items()},
+        tokens=batch.tokens,
+        index=index,
+    )
+
+
+def digest(batch: ModelInput, index: list[int]) -> int:
+    """63-bit hash of all that a micro-batch trains on: inputs, positions, attributes, targets and weights."""
+    h = hashlib.blake2b(repr(index).encode(), digest_size=8)
+    tensors = [batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA]
+    for name in sorted(batch.terms):
+        tensors += [batch.terms[name].targets_BQ, batch.terms[name].weights_BQ]
+    for tensor in tensors:
+        h.update(tensor.contiguous().numpy().tobytes())
+    return int.from_bytes(h.digest(), "little") >> 1
+
+
+def length_multiple(tensor_parallel: int, sequence_parallel: bool, context_parallel: int) -> int:
+    """What a stream's length must be divisible by: the zigzag halves of context parallelism, each cut again
+    into tensor-parallel shards under sequence parallelism."""
+    context = 2 * context_parallel if context_parallel > 1 else 1
+    per_rank = tensor_parallel * context_parallel if sequence_parallel else 1
+    return math.lcm(context, per_rank)

@@ -1,0 +1,217 @@
+"""The training loop's own part: model and data for `megatron.training.pretrain`, the loss, the logs.
+
+Everything else (schedules, DDP, optimizer, checkpoints, logging) is Megatron's.
+"""
+
+import functools
+import time
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.utils import Split
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import unwrap_model
+from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+from megatron.training import training as megatron_training
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.utils import is_last_rank
+
+from megatron_dllm import fixes
+from megatron_dllm.data.datasets import Datasets
+from megatron_dllm.data.stream import StepStream, build_stream
+from megatron_dllm.metrics import LossByLevel, memory_gib
+from megatron_dllm.models.dlm import DiffusionLM, ScoreView
+from megatron_dllm.models.init import initialize
+from megatron_dllm.modes import get_mode
+from megatron_dllm.modes.base import LossTerm
+from megatron_dllm.parallel import RankBatch
+
+loss_by_level = LossByLevel()
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    """One pipeline stage (or virtual chunk) of the model, with layout-independent initial weights."""
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    config.variable_seq_lengths = args.dllm_variable_lengths
+    config.perform_initialization = False  # `initialize` draws every parameter
+    model = DiffusionLM(
+        config,
+        rule=get_mode(args.dllm_mode).visible,
+        vocab_size=args.padded_vocab_size,
+        true_vocab_size=args.vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        rotary_base=args.rotary_base,
+        rotary_percent=args.rotary_percent,
+        attention_backend=args.dllm_attention_backend,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    initialize(model, args.seed)
+    return model
+
+
+def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
+    """Pipeline ranks that hold the word embedding: the first, and the last when the head is tied to it."""
+    tied = not get_args().untie_embeddings_and_output_weights
+    return [pipeline_ranks[0], pipeline_ranks[-1]] if tied and len(pipeline_ranks) > 1 else [pipeline_ranks[0]]
+
+
+def data_provider(datasets: Datasets):
+    """What `pretrain` calls for its three iterators, once per virtual pipeline chunk."""
+    shared_counts = {split: {} for split in Split}
+
+    def provide(num_samples, vp_stage=None):
+        args = get_args()
+        evaluates = args.eval_iters > 0
+        streams = [
+            build_stream(datasets.train, Split.train, args, args.consumed_train_samples, shared_counts[Split.train])
+        ]
+        for split, samples in ((Split.valid, datasets.valid), (Split.test, datasets.test)):
+            # from 0, also after a resume: every evaluation reads the same samples
+            streams.append(build_stream(samples if evaluates else None, split, args, 0, shared_counts[split]))
+        return tuple(streams)
+
+    provide.is_distributed = True  # every tensor-, context- and pipeline-parallel peer reads the data itself
+    return provide
+
+
+def forward_step(iterator, model):
+    """One micro-batch through this stage. Returns its output and the function that makes the loss of it."""
+    mode = get_mode(get_args().dllm_mode)
+    batch: RankBatch = next(iterator).to(torch.cuda.current_device())
+
+    def score(view: ScoreView) -> list[LossTerm]:
+        terms = mode.loss(view)
+        for name, nll in view.nll.items():
+            loss_by_level.add(nll, batch.terms[name].levels_N)
+        return terms
+
+    output = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=score, terms=batch.terms)
+    return output, functools.partial(loss_function, batch, unwrap_model(model).training)
+
+
+def loss_function(batch: RankBatch, training: bool, terms: list[LossTerm]):
+    """(loss for the schedule, what to report).
+
+    The step's loss is Σ_terms weight · (Σ over the global batch of S) / N. The schedule divides what it gets
+    by the number of micro-batches M, and DDP averages gradients over data-parallel ranks: both are undone
+    here, which leaves exactly the global quotient. (Context-parallel ranks: the schedule multiplies by their
+    number, DDP divides by it again.)
+    """
+    args = get_args()
+    cp, dp, M = args.context_parallel_size, args.data_parallel_size, batch.microbatches
+    share = 1.0 / (M * dp * cp)  # a report [value, share] is summed over micro-batches, DP and CP, then divided
+    total, report = 0.0, {}
+    for term in terms:
+        quotient = term.weight * term.sum / batch.denominators[term.name]
+        total = total + quotient
+        report[f"{term.name} loss"] = quotient.detach()
+    _check(total.detach())
+    report = {"loss": total.detach().clone(), **report}
+    report = {name: torch.stack([value, value.new_tensor(share)]) for name, value in report.items()}
+    if not training and len(terms) == 1:
+        # one quotient over all evaluated tokens, rather than the mean of the evaluation steps' quotients
+        counted = torch.stack(
+            [terms[0].weight * terms[0].sum.detach(), total.new_tensor(batch.counts[terms[0].name] / cp)]
+        )
+        report = {name: counted.clone() for name in report}
+    if training:
+        for name in ("supervised", "noised", "data", "processed"):
+            report[f"{name} tokens"] = total.detach().new_tensor([batch.tokens[name] / cp, share])
+    return total * (dp * M), report
+
+
+def _check(loss: torch.Tensor) -> None:
+    """Megatron's NaN and spike checks, which live in its own GPT loss function."""
+    args, rerun = get_args(), get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        rerun.validate_result(
+            loss, rejection_func=torch.isnan, message="found NaN in the local loss", tolerance=0.0, fatal=True
+        )
+        rerun.validate_result(
+            loss, rejection_func=torch.isinf, message="found Inf in the local loss", tolerance=0.0, fatal=True
+        )
+
+
+# --- hooks around Megatron's step and log ---------------------------------------------------------------------
+
+
+class _Hooks:
+    """Wraps `train_step` and `training_log`, which Megatron looks up as module globals."""
+
+    def __init__(self):
+        self.train_step = megatron_training.train_step
+        self.training_log = megatron_training.training_log
+        self.seconds = 0.0
+        self.steps_verified = 0
+
+    def step(self, forward_step_func, data_iterator, *args, **kwargs):
+        if self.steps_verified < get_args().dllm_verify_peers:
+            first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+            stream = first.iterable
+            if isinstance(stream, StepStream):
+                stream.verify_peers()
+            self.steps_verified += 1
+        start = time.perf_counter()
+        result = self.train_step(forward_step_func, data_iterator, *args, **kwargs)
+        self.seconds = time.perf_counter() - start  # the optimizer step has synchronised the device
+        return result
+
+    def log(self, loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs):
+        if loss_dict:  # ranks of the last pipeline stage
+            for name in ("data", "processed"):
+                # counts stay fp32 tensors: the running sums are Megatron's
+                loss_dict[f"{name} tokens/s"] = loss_dict[f"{name} tokens"] / self.seconds
+            loss_dict["memory (GiB)"] = loss_dict["loss"].new_tensor(memory_gib())
+        result = self.training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        megatron_args = get_args()
+        if iteration % megatron_args.tensorboard_log_interval == 0:
+            self._log_levels(iteration)
+        return result
+
+    def _log_levels(self, iteration: int) -> None:
+        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+            return
+        means = loss_by_level.reduce(mpu.get_data_parallel_group(with_context_parallel=True))
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        for name, value in means.items():
+            if writer:
+                writer.add_scalar(name, value, iteration)
+            if wandb and is_last_rank():
+                wandb.log({name: value}, iteration)
+
+
+@functools.cache
+def install() -> None:
+    """Repairs of Megatron and our hooks; once per process."""
+    fixes.install()
+    if not torch.cuda.is_available():
+        from megatron_dllm import cpu
+
+        cpu.patch_training()
+    hooks = _Hooks()
+    megatron_training.train_step = hooks.step
+    megatron_training.training_log = hooks.log
+
+
+def pretrain(args, datasets: Datasets, store=None) -> None:
+    """Train as `args` say (from `parse_arguments`). `store`: rendezvous for tests that reuse processes."""
+    install()
+    loss_by_level.reset()
+    if datasets.valid is None and datasets.test is None:
+        args.eval_iters = 0  # nothing to evaluate on: Megatron would ask for samples all the same
+    megatron_training.pretrain(
+        pretrain_cfg_container_from_args(args, None),
+        data_provider(datasets),
+        ModelType.encoder_or_decoder,
+        forward_step,
+        model_provider=model_provider,
+        get_embedding_ranks=embedding_ranks,
+        store=store,
+    )

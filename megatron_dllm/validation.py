@@ -1,0 +1,205 @@
+"""What can be wrong with a command, found before any process group, data set or model exists.
+
+Every check raises ValueError with one sentence that says what to do.
+"""
+
+import argparse
+from types import ModuleType
+
+from megatron_dllm.data.tokenizer import Tokenizer
+from megatron_dllm.modes import MODES
+from megatron_dllm.parallel import length_multiple
+
+# Flags that mean something with one kind of data only.
+_CHAT_ONLY = [
+    "sft_valid_data_path",
+    "sft_last_turn_only",
+    "chat_template",
+    "dllm_padding",
+    "dllm_pad_block_size",
+    "pad_seq_len_divisible",
+]
+_TEXT_ONLY = ["dllm_cross_document_attention", "train_data_path", "valid_data_path", "test_data_path"]
+
+# Megatron flags that have no effect here, or not the one their name promises: refused rather than ignored.
+_REFUSED = {
+    "rampup_batch_size": "megatron-core 0.19.2 accepts and ignores it; use --step-batch-size-schedule.",
+    "calculate_per_token_loss": "losses are already divided by global token counts, exactly.",
+    "sft": "Megatron's causal fine-tuning; use --sft-data-path.",
+    "mock_data": "use --data-path or --sft-data-path (examples/python_docs_corpus.py writes real text).",
+    "reset_position_ids": "positions restart with every document by default (--dllm-cross-document-attention).",
+    "reset_attention_mask": "documents never see each other by default (--dllm-cross-document-attention).",
+    "eod_mask_loss": "the end-of-document token is a token like any other here.",
+    "full_validation": "set --eval-iters; every evaluation then reads the same samples.",
+    "multiple_validation_sets": "run one validation set at a time.",
+    "mtp_num_layers": "multi-token prediction is autoregressive.",
+    "decoder_seq_length": "the mode derives the model's length from --seq-length.",
+    "data_args_path": "give the blend on the command line with --data-path.",
+    "per_split_data_args_path": "use --train-data-path, --valid-data-path and --test-data-path.",
+    "init_model_with_meta_device": "initial weights are drawn in the model provider.",
+    "dataloader_type": "the order of samples is a function of the seed and the epoch alone.",
+    "attention_backend": "attention follows the mode's rule; see --dllm-attention-backend.",
+    "spec": "the mode decides the layers' attention.",
+    "apply_layernorm_1p": "our norms are not zero-centred.",
+    "yaml_cfg": "give flags on the command line.",
+}
+
+
+def check_flags(args, given: set[str]) -> None:
+    flag = lambda dest: "--" + dest.replace("_", "-")
+    for dest, why in _REFUSED.items():
+        if dest in given:
+            raise ValueError(f"{flag(dest)} cannot be used: {why}")
+    own = _private_flags(args.dllm_mode)
+    for name in MODES:
+        for dest in sorted((_private_flags(name) - own) & given):
+            raise ValueError(f"{flag(dest)} belongs to --dllm-mode {name}, not {args.dllm_mode}: remove it.")
+    text = args.data_path is not None or args.train_data_path is not None
+    if text == (args.sft_data_path is not None):
+        raise ValueError("give one kind of training data: --data-path (packed text) or --sft-data-path (chat).")
+    for dest in _CHAT_ONLY if text else _TEXT_ONLY:
+        if dest in given:
+            raise ValueError(f"{flag(dest)} has no effect on {'packed text' if text else 'chat data'}: remove it.")
+    if args.position_embedding_type != "rope":
+        raise ValueError(f"--position-embedding-type {args.position_embedding_type} is not implemented: use rope.")
+    if args.transformer_impl not in ("local", "transformer_engine"):
+        raise ValueError(f"--transformer-impl {args.transformer_impl}: use local or transformer_engine.")
+    if args.transformer_impl == "local" and args.normalization != "RMSNorm":
+        raise ValueError(f"--normalization {args.normalization} needs --transformer-impl transformer_engine.")
+    for required in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "micro_batch_size",
+        "lr",
+    ):
+        if getattr(args, required) is None:
+            hint = " (or a --model-preset)" if required in ("num_layers", "hidden_size", "num_attention_heads") else ""
+            raise ValueError(f"{flag(required)} is missing{hint}.")
+    if args.train_iters is None and args.train_samples is None:
+        raise ValueError("--train-iters is missing.")
+    if args.save is not None and args.save_interval is None:
+        raise ValueError("--save needs --save-interval: after how many iterations to save.")
+
+
+def _private_flags(mode_name: str) -> set[str]:
+    parser = argparse.ArgumentParser(add_help=False)
+    MODES[mode_name].add_args(parser.add_argument_group(mode_name))
+    return {action.dest for action in parser._actions}
+
+
+def check_layout(args, mode: ModuleType) -> None:
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    product, world = tp * pp * cp, args.world_size
+    if world % product:
+        raise ValueError(
+            f"{world} process(es) cannot be laid out as TP {tp} x PP {pp} x CP {cp} = {product}: start a multiple "
+            f"of {product} processes (torchrun --nproc-per-node) or change the sizes."
+        )
+    data_parallel = world // product
+    per_step = args.micro_batch_size * data_parallel
+    global_batch = args.global_batch_size or per_step
+    if global_batch % per_step:
+        raise ValueError(
+            f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {args.micro_batch_size} x "
+            f"data-parallel size {data_parallel}."
+        )
+    if tp == 1 and args.sequence_parallel:
+        raise ValueError("--sequence-parallel shards what tensor parallelism leaves whole: it needs TP > 1.")
+    multiple = length_multiple(tp, args.sequence_parallel, cp)
+    if args.pad_seq_len_divisible and args.pad_seq_len_divisible % multiple:
+        raise ValueError(
+            f"--pad-seq-len-divisible {args.pad_seq_len_divisible} must be a multiple of {multiple} in this layout."
+        )
+    multiple = max(multiple, args.pad_seq_len_divisible or 1)
+    if args.seq_length % multiple:
+        lower = args.seq_length // multiple * multiple
+        raise ValueError(
+            f"--seq-length {args.seq_length} cannot be split in this layout: it must be a multiple of {multiple}, "
+            f"for instance {lower or multiple} or {lower + multiple}."
+        )
+    if args.num_attention_heads % tp:
+        raise ValueError(f"--num-attention-heads {args.num_attention_heads} is not divisible by TP {tp}.")
+    if args.num_layers % pp and args.decoder_first_pipeline_num_layers is None:
+        raise ValueError(
+            f"--num-layers {args.num_layers} is not divisible by PP {pp}: change one, or use "
+            "--decoder-first-pipeline-num-layers."
+        )
+    if args.num_experts is not None and args.num_experts % args.expert_model_parallel_size:
+        raise ValueError(f"--num-experts {args.num_experts} is not divisible by EP {args.expert_model_parallel_size}.")
+    _check_context_parallel(args, tp, cp)
+    # Chat batches are padded to their longest row, so lengths change between micro-batches.
+    args.dllm_variable_lengths = args.sft_data_path is not None and args.dllm_padding == "ignore"
+    args.dllm_length_multiple = multiple
+    expert_parallel = args.num_experts is not None and args.expert_model_parallel_size > 1
+    if args.dllm_variable_lengths and expert_parallel and args.moe_token_dispatcher_type != "alltoall":
+        raise ValueError(
+            "chat batches differ in length between ranks, which the allgather dispatcher cannot exchange: use "
+            "--moe-token-dispatcher-type alltoall."
+        )
+    # The pipeline's tensors are as long as the model's input.
+    args.dllm_sequence_length = args.seq_length
+    args.seq_length *= mode.STREAMS
+
+
+def _check_context_parallel(args, tp: int, cp: int) -> None:
+    args.cp_comm_type = ["all_gather" if kind == "allgather" else kind for kind in args.cp_comm_type]
+    if cp == 1:
+        return
+    for kind in args.cp_comm_type:
+        if kind not in ("a2a", "all_gather"):
+            raise ValueError(f"--cp-comm-type {kind} cannot carry a diffusion mask: use a2a or all_gather.")
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    if "a2a" in args.cp_comm_type and (groups // tp) % cp:
+        raise ValueError(
+            f"--cp-comm-type a2a exchanges heads: {groups} key/value heads over TP {tp} leave {groups // tp} a rank, "
+            f"which CP {cp} does not divide; use --cp-comm-type all_gather."
+        )
+
+
+def resolve_vocabulary(args, tokenizer: Tokenizer, mode: ModuleType) -> None:
+    """Fill in vocab_size (rows that are tokens), padded_vocab_size, the mask and the padding id."""
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+
+    if args.vocab_size is not None and args.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens but --vocab-size gives the embedding only "
+            f"{args.vocab_size} rows: raise it or leave it out."
+        )
+    args.vocab_size = args.vocab_size or tokenizer.vocab_size
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args, logging_enabled=False)
+    if args.padded_vocab_size < args.vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size {args.padded_vocab_size} is smaller than the vocabulary of {args.vocab_size}."
+        )
+    args.dllm_pad_token_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
+    if args.dllm_pad_token_id is None:
+        args.dllm_pad_token_id = 0  # padding is seen by nobody; any valid id will do
+    if not mode.NEEDS_MASK_TOKEN:
+        return
+    if args.dllm_mask_token_id is None:
+        args.dllm_mask_token_id = tokenizer.mask_id
+    check_mask_token(args.dllm_mask_token_id, args.vocab_size, tokenizer)
+
+
+def check_mask_token(mask_id: int | None, vocab_size: int, tokenizer: Tokenizer) -> None:
+    """ValueError unless `mask_id` is a row of the embedding and no token with another meaning."""
+    if mask_id is None:
+        raise ValueError("the tokenizer has no mask token: give --dllm-mask-token-id, an id that text never contains.")
+    if not 0 <= mask_id < vocab_size:
+        raise ValueError(
+            f"mask token id {mask_id} is outside the vocabulary of {vocab_size}: give an id below it with "
+            "--dllm-mask-token-id, or raise --vocab-size."
+        )
+    for name in ("pad", "eos", "bos"):
+        if mask_id == getattr(tokenizer, f"{name}_id"):
+            raise ValueError(
+                f"mask token id {mask_id} is also the {name} token, which would then be unlearnable: choose an unused "
+                "id with --dllm-mask-token-id."
+            )

@@ -1,0 +1,21 @@
+"""Train a diffusion language model: torchrun [...] pretrain_dllm.py --dllm-mode mdlm [Megatron flags]."""
+
+import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
+from megatron_dllm.arguments import fail, parse_arguments
+from megatron_dllm.checkpoint import check_before_loading
+from megatron_dllm.data.datasets import build_datasets
+from megatron_dllm.training import pretrain
+
+
+def main() -> None:
+    try:
+        args, tokenizer = parse_arguments()
+        check_before_loading(args)
+        datasets = build_datasets(args, tokenizer)
+    except ValueError as error:
+        fail(error)
+    pretrain(args, datasets)
+
+
+if __name__ == "__main__":  # checkpoint writers are spawned and import this file again
+    main()

@@ -1,0 +1,11 @@
+import megatron_dllm  # noqa: F401  (the CPU backend, before anything imports megatron)
+import pytest
+
+from tests.parallel.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.stop()

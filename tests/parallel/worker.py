@@ -1,0 +1,176 @@
+"""One process of the test pool: runs training cases, one after the other, each in its own process group.
+
+Reads a case (JSON) per line from stdin, writes its result (JSON) to the file the case names. Start-up
+(imports) takes seconds, a case about one; so many layouts share the processes. Started by `pool.py`.
+"""
+
+import contextlib
+import datetime
+import faulthandler
+import functools
+import io
+import json
+import os
+import sys
+import traceback
+
+import megatron_dllm  # noqa: F401
+import megatron.training.training as training
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from megatron.training import get_args
+
+from megatron_dllm.arguments import parse_arguments
+from megatron_dllm.checkpoint import check_before_loading
+from megatron_dllm.data.datasets import build_datasets
+from megatron_dllm.data.stream import Collate, CorruptedSamples, Split
+from megatron_dllm.models import init as weights
+from megatron_dllm.training import install, pretrain
+
+SECONDS_PER_CASE = 120
+
+
+class Observation:
+    """What a case reports: losses, gradient norms, evaluations, and gradients against the reference."""
+
+    def __init__(self, case: dict):
+        self.case = case
+        self.result = dict(losses=[], grad_norms=[], reports=[], evaluations=[], indices=[], noise=[])
+
+    @contextlib.contextmanager
+    def watching(self):
+        names = "train_step evaluate finalize_model_grads setup_model_and_optimizer".split()
+        originals = {name: getattr(training, name) for name in names}
+        for name in names:
+            setattr(training, name, functools.partial(getattr(self, name), originals[name]))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(training, name, original)
+
+    def train_step(self, original, forward_step, iterator, *args, **kwargs):
+        stream = (iterator[0] if isinstance(iterator, list) else iterator).iterable
+        if not stream.queue:
+            stream.read_step()
+        self.result["indices"].append([batch.index for batch in stream.queue])
+        self.result["noise"].append([batch.digest for batch in stream.queue])
+        out = original(forward_step, iterator, *args, **kwargs)
+        if out[0]:
+            self.result["losses"].append(out[0]["loss"].item())
+            self.result["reports"].append({k: v.item() for k, v in out[0].items()})
+        self.result["grad_norms"].append(float(out[5]))
+        return out
+
+    def evaluate(self, original, *args, **kwargs):
+        out = original(*args, **kwargs)
+        if out[0]:
+            self.result["evaluations"].append({k: v.item() for k, v in out[0].items()})
+        return out
+
+    def setup_model_and_optimizer(self, original, *args, **kwargs):
+        out = original(*args, **kwargs)
+        if self.case.get("save_reference"):
+            torch.save(naive_gradients(unwrap_model(out[0][0]), self.case["datasets"]), self.case["save_reference"])
+        return out
+
+    def finalize_model_grads(self, original, models, *args, **kwargs):
+        original(models, *args, **kwargs)
+        path = self.case.get("reference")
+        if path is None or "grad_error" in self.result:
+            return
+        reference = torch.load(path)
+        self.result["naive_loss"] = reference["loss"]
+        worst = 0.0
+        for wrapped in models:
+            model = unwrap_model(wrapped)
+            for name, parameter in model.named_parameters():
+                full = reference["gradients"][weights.global_name(model, name)]
+                expected = weights.cut(model, name, parameter, full)
+                gradient = parameter.main_grad.float()
+                error = ((gradient - expected).abs().max() / full.abs().max()).item()
+                worst = max(worst, error) if error == error else float("inf")
+        worst = torch.tensor([worst])
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        self.result["grad_error"] = worst.item()
+
+
+def naive_gradients(model, datasets) -> dict:
+    """Loss and gradients of the first global batch the plain way: one forward over the whole batch, full
+    logits, F.cross_entropy, autograd. No schedule, no DDP, no row selection, no fused head."""
+    args = get_args()
+    samples = CorruptedSamples(datasets.train, args, Split.train)
+    rows = [samples[i] for i in range(args.global_batch_size)]
+    batch = Collate(args, 1, 0)(rows)
+    logits = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA)[..., : args.vocab_size]
+    S = batch.tokens_BQ.shape[1]
+    loss = 0.0
+    for b, row in enumerate(rows):
+        n = len(row.sample)
+        assert n <= S
+        nll = torch.nn.functional.cross_entropy(logits[b, :n], row.sample.tokens_S, reduction="none")
+        loss = loss + (nll * row.weight_S).sum()
+    loss = loss / max(1, sum(int(row.sample.loss_mask_S.sum()) for row in rows))
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    names = [weights.global_name(model, name) for name in parameters]
+    true_rows = lambda name, g: g[: args.vocab_size] if name in weights._VOCABULARY else g
+    return dict(
+        loss=loss.item(), gradients={n: true_rows(n, g.detach()) for n, g in zip(names, gradients, strict=True)}
+    )
+
+
+def run(case: dict, store) -> dict:
+    sys.argv = ["pretrain_dllm.py", *case["argv"]]
+    args, tokenizer = parse_arguments()
+    check_before_loading(args)
+    case["datasets"] = build_datasets(args, tokenizer)
+    observation = Observation(case)
+    with observation.watching():
+        pretrain(args, case["datasets"], store=store)
+    return observation.result
+
+
+def clean_up() -> None:
+    training.destroy_global_state()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
+
+
+def main() -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    install()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, world, rank == 0, timeout=datetime.timedelta(seconds=SECONDS_PER_CASE))
+    print("ready", file=sys.__stdout__, flush=True)
+    for line in sys.stdin:
+        case = json.loads(line)
+        n = case["processes"]
+        if rank >= n:
+            continue
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ[name] = str(n)
+        faulthandler.dump_traceback_later(SECONDS_PER_CASE, exit=True, file=sys.__stderr__)
+        output, answer = io.StringIO(), {}
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                answer = run(case, dist.PrefixStore(f"case{case['number']}", store))
+        except BaseException as error:
+            answer = dict(error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        answer["output"] = output.getvalue()
+        try:
+            clean_up()
+        except Exception:
+            answer.setdefault("traceback", traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        with open(f"{case['answer']}.{rank}.tmp", "w") as file:
+            json.dump(answer, file)
+        os.replace(f"{case['answer']}.{rank}.tmp", f"{case['answer']}.{rank}")
+        print("done", file=sys.__stdout__, flush=True)
+
+
+if __name__ == "__main__":
+    main()
