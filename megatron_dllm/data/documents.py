@@ -1,0 +1,109 @@
+"""Raw documents on disk, for the tools that tokenize them: JSONL, parquet and plain text.
+
+A document is read as (origin, record): origin is "FILE:LINE" or the like, for error messages; record is what
+`parse` turns into texts. Parsing is apart from reading so that worker processes can share it.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+
+Record = str | dict[str, str | None]
+
+_TEXT_SUFFIXES = (".txt", ".md", ".rst")
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+
+
+def check_inputs(paths: Sequence[str]) -> None:
+    """Raises ValueError if a file is missing, empty, or of an unknown kind."""
+    known = (*_JSON_SUFFIXES, *_TEXT_SUFFIXES, ".parquet")
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ValueError(f"Input file {path} does not exist; correct --input.")
+        if os.path.getsize(path) == 0:
+            raise ValueError(f"Input file {path} is empty; leave it out of --input.")
+        if not path.endswith(known):
+            raise ValueError(f"The kind of {path} is unknown; name it {', '.join('*' + s for s in known)}.")
+
+
+def read_documents(
+    paths: Sequence[str], keys: Sequence[str], txt_documents: str = "file"
+) -> Iterator[tuple[str, Record]]:
+    """(origin, record) of every document, in order.
+
+    JSONL: a line each (blank lines are skipped). Parquet: a row each, of the columns `keys`. Text: a file
+    each, or with `txt_documents` "block" each run of lines that blank lines part. Raises ValueError for
+    unreadable files.
+    """
+    for path in paths:
+        try:
+            if path.endswith(".parquet"):
+                yield from _read_parquet(path, keys)
+            elif path.endswith(_TEXT_SUFFIXES):
+                yield from _read_text(path, keys, txt_documents)
+            else:
+                with open(path, encoding="utf-8", newline="\n") as file:
+                    for number, line in enumerate(file, 1):
+                        if line.strip():
+                            yield f"{path}:{number}", line
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error.reason}); convert it first.") from error
+
+
+def parse(origin: str, record: Record, keys: Sequence[str]) -> list[str]:
+    """The text under each key. Raises ValueError, naming `origin`, if the record is malformed."""
+    if isinstance(record, str):
+        try:
+            record = json.loads(record)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{origin}: not valid JSON ({error.msg}); one object a line is needed."
+            ) from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{origin}: a JSON object is needed, this is a {type(record).__name__}.")
+    for key in keys:
+        if not isinstance(record.get(key), str):
+            found = type(record[key]).__name__ if key in record else "nothing"
+            raise ValueError(
+                f"{origin}: key '{key}' must hold a string, there is {found}; check --json-keys."
+            )
+    return [record[key] for key in keys]
+
+
+def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[tuple[str, Record]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is not a parquet file ({error}).") from error
+    missing = [key for key in keys if key not in table.schema_arrow.names]
+    if missing:
+        raise ValueError(
+            f"{path} has columns {table.schema_arrow.names} but no '{missing[0]}'; check --json-keys."
+        )
+    row = 0
+    for batch in table.iter_batches(columns=list(keys)):
+        for record in batch.to_pylist():
+            row += 1
+            yield f"{path}: row {row}", record
+
+
+def _read_text(path: str, keys: Sequence[str], txt_documents: str) -> Iterator[tuple[str, Record]]:
+    if len(keys) != 1:
+        raise ValueError(f"{path} is plain text and has no keys {list(keys)}; give a single --json-keys.")
+    with open(path, encoding="utf-8", newline="") as file:
+        if txt_documents == "file":
+            yield path, {keys[0]: file.read()}
+            return
+        block, start = [], 1
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                start = start if block else number
+                block.append(line)
+            elif block:
+                yield f"{path}:{start}", {keys[0]: "".join(block).rstrip("\r\n")}
+                block = []
+        if block:
+            yield f"{path}:{start}", {keys[0]: "".join(block).rstrip("\r\n")}
