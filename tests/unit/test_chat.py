@@ -46,6 +46,11 @@ FORGETFUL = (
     "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# No assistant header, hence no generation prompt
+BRACKETS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}"
+    "{% else %}{{ '[INST] ' + m.content | trim + ' [/INST]' }}{% endif %}{% endfor %}"
+)
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hello, how are you?"},
@@ -118,6 +123,7 @@ CASES = {
     "eos behind the tags": (EOS_BEHIND_TAGS, EOS, ["I am well. " + EOS, "four " + EOS]),
     "own end of turn": (CHATML, EOS, ["I am well." + END, "four" + END + EOS]),
     "tagged, own end of turn": (CHATML_TAGGED, EOS, ["I am well." + END, "four" + END + EOS]),
+    "no header": (BRACKETS, EOS, [" I am well." + EOS, " four" + EOS]),
     "no end at all": (NO_END, EOS, ["I am well." + EOS, "four" + EOS]),
     "no template": (None, EOS, ["I am well." + EOS, "four" + EOS]),
 }
