@@ -218,12 +218,12 @@ class Null(Tokenizer):
 def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
     """The tokenizer that Megatron's flags describe.
 
-    Reads tokenizer_type, tokenizer_model, chat_template, vocab_size, null_tokenizer_eod_id,
+    Reads tokenizer_type, tokenizer_model, chat_template (a Jinja file), vocab_size, null_tokenizer_eod_id,
     null_tokenizer_pad_id, tokenizer_hf_no_use_fast, trust_remote_code; all but the type may be absent.
     Raises ValueError if the type is unknown, its files are missing, or a flag would have no effect.
     """
     kind = getattr(args, "tokenizer_type", None)
-    template = getattr(args, "chat_template", None)
+    template = _read_template(getattr(args, "chat_template", None))
     if getattr(args, "special_tokens", None) or getattr(args, "tokenizer_sentencepiece_legacy", False):
         raise ValueError(
             "--tokenizer-special-tokens and --tokenizer-sentencepiece-legacy are not supported; "
@@ -258,3 +258,13 @@ def _existing(args: argparse.Namespace, kind: str, exists, what: str) -> str:
     if not exists(path):
         raise ValueError(f"--tokenizer-model {path} is not an existing {what}; correct the path.")
     return path
+
+
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template takes the path of a Jinja file; cannot read {path!r}.") from error

@@ -123,8 +123,9 @@ def test_trained_sentencepiece_keeps_the_whole_corpus(sentencepiece_model):
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
-def test_sentencepiece_special_tokens(sentencepiece_model, kind):
-    tokenizer = build(kind, sentencepiece_model, chat_template="{{ x }}")
+def test_sentencepiece_special_tokens(sentencepiece_model, kind, tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ x }}")
+    tokenizer = build(kind, sentencepiece_model, chat_template=str(tmp_path / "chat.jinja"))
     assert tokenizer.vocab_size == 600
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.mask_id, tokenizer.bos_id) == (0, 1, 3, None)
     assert tokenizer.chat_template == "{{ x }}" and tokenizer.hf is None
@@ -204,8 +205,9 @@ def test_hugging_face(hf_folder):
         tokenizer.decode([tokenizer.vocab_size])
 
 
-def test_hugging_face_template_of_the_user_wins(hf_folder):
-    tokenizer = build("HuggingFaceTokenizer", hf_folder, chat_template="{{ mine }}")
+def test_hugging_face_template_of_the_user_wins(hf_folder, tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ mine }}")
+    tokenizer = build("HuggingFaceTokenizer", hf_folder, chat_template=str(tmp_path / "chat.jinja"))
     assert tokenizer.chat_template == tokenizer.hf.chat_template == "{{ mine }}"
 
 
@@ -252,6 +254,10 @@ def test_errors_are_one_sentence(tmp_path):
         (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="/no/folder"), "/no/folder"),
         (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "empty")), "cannot load"),
         (dict(tokenizer_type="NullTokenizer"), "give --vocab-size"),
+        (
+            dict(tokenizer_type="ByteLevelTokenizer", chat_template="{{ no file }}"),
+            "--chat-template takes the path",
+        ),
         (dict(tokenizer_type="ByteLevelTokenizer", special_tokens=["<x>"]), "not supported"),
     ]
     for arguments, message in cases:
