@@ -10,22 +10,14 @@ from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from math import gcd, lcm
-from typing import Protocol
 
 import numpy as np
 
+from megatron_dllm.data.datasets import Samples
 from megatron_dllm.data.sample import Sample
 from megatron_dllm.noise import hashed_seed
 
 _LONGEST_CYCLE = 1 << 20
-
-
-class SampleSource(Protocol):
-    """What every data set offers: `sample(i)` for every i >= 0 without end; `len` is one epoch."""
-
-    def __len__(self) -> int: ...
-
-    def sample(self, index: int) -> Sample: ...
 
 
 def permutation(seed: int, epoch: int, n: int, stream: str = "order") -> np.ndarray:
@@ -76,7 +68,7 @@ class Blend:
     Position i belongs to cycle i // P, so nothing but i is needed to know whose sample it is, and which.
     """
 
-    def __init__(self, datasets: Sequence[SampleSource], weights: Sequence[float] | None = None):
+    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float] | None = None):
         """weights None: in proportion to the sizes. Raises ValueError for weights that cannot be honoured."""
         if not datasets:
             raise ValueError("A blend needs at least one data set; check the list of data paths.")

@@ -21,7 +21,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron_dllm.data.order import Blend, Epochs, SampleSource
+from megatron_dllm.data.datasets import Samples
+from megatron_dllm.data.order import Blend, Epochs
 from megatron_dllm.data.sample import PADDING_DOCUMENT, Sample
 from megatron_dllm.data.tokenizer import Tokenizer
 
@@ -172,8 +173,8 @@ def _document_boundaries(corpus: IndexedDataset) -> np.ndarray:
     return _token_offsets(corpus)[corpus.document_indices]
 
 
-def check_token_ids(prefix: str, vocab_size: int) -> None:
-    """Raises ValueError if the corpus holds an id outside 0..vocab_size-1.
+def check_token_ids(prefix: str, vocab_size: int, mask_id: int | None = None) -> None:
+    """Raises ValueError if the corpus holds an id outside 0..vocab_size-1, or the mask token.
 
     Reads all of a corpus below 64M tokens, and 64 evenly spread chunks of a larger one.
     """
@@ -191,24 +192,32 @@ def check_token_ids(prefix: str, vocab_size: int) -> None:
                 f"{prefix} holds token id {worst}, but the tokenizer has {vocab_size} ids; "
                 "use the tokenizer that the corpus was preprocessed with."
             )
+        if mask_id is not None and (ids == mask_id).any():
+            raise ValueError(
+                f"{prefix} holds the mask token {mask_id}, which clean text must not contain; choose another with "
+                "--dllm-mask-token-id, or preprocess text without it."
+            )
 
 
 def build_text(
-    args: argparse.Namespace, tokenizer: Tokenizer, seq_length: int | None = None
-) -> tuple[SampleSource | None, SampleSource | None, SampleSource | None]:
+    args: argparse.Namespace, tokenizer: Tokenizer
+) -> tuple[Samples | None, Samples | None, Samples | None]:
     """Training, validation and test text from Megatron's data flags; None for a split that is not there.
 
-    Reads data_path with split, or {train,valid,test}_data_path, or the two *_data_args_path files; seed; and
-    dllm_cross_document_attention. `seq_length` is the clean length S, by default args.seq_length. Validation
-    and test data use seed 0, so that different runs are compared on the same samples.
-    Raises ValueError for missing or empty data, token ids outside the vocabulary, and contradicting flags.
+    Reads data_path with split, or {train,valid,test}_data_path, or the two *_data_args_path files; seed;
+    dllm_sequence_length (or seq_length where flags have not been validated: afterwards that is the model's
+    length, several streams long); dllm_cross_document_attention and dllm_mask_token_id. Validation and test
+    data use seed 0, so that different runs are compared on the same samples.
+    Raises ValueError for missing or empty data, token ids outside the vocabulary, mask tokens in clean text,
+    and contradicting flags.
     """
     blends, shares = _blends(args)
     pad_id = next(i for i in (tokenizer.pad_id, tokenizer.eos_id, 0) if i is not None)  # seen by nobody
     for prefix in sorted({prefix for blend in blends if blend for prefix in blend[0]}):
-        check_token_ids(prefix, tokenizer.vocab_size)
+        check_token_ids(prefix, tokenizer.vocab_size, getattr(args, "dllm_mask_token_id", None))
+    seq_length = getattr(args, "dllm_sequence_length", None) or args.seq_length
 
-    def build(name: str, blend, share: tuple[float, float] | None) -> SampleSource | None:
+    def build(name: str, blend, share: tuple[float, float] | None) -> Samples | None:
         if blend is None or share is None:
             return None
         prefixes, weights = blend
@@ -221,7 +230,7 @@ def build_text(
             parts.append(
                 PackedText(
                     prefix,
-                    args.seq_length if seq_length is None else seq_length,
+                    seq_length,
                     args.seed if name == "training" else 0,
                     documents,
                     getattr(args, "dllm_cross_document_attention", False),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_dllm.data import text as text_module
 from megatron_dllm.data.order import Blend, permutation
@@ -21,6 +20,8 @@ BYTES = build_tokenizer(Namespace(tokenizer_type="ByteLevelTokenizer"))
 
 def write_corpus(path, documents, dtype=np.uint16):
     """`documents`: lists of ids, or lists of such lists where a document is stored as several sequences."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # after megatron_dllm
+
     builder = IndexedDatasetBuilder(f"{path}.bin", dtype=dtype)
     for document in documents:
         parts = document if document and isinstance(document[0], list) else [document]
@@ -222,7 +223,8 @@ def test_paths_per_split(tmp_path):
 def test_flags_reach_the_sequences(tmp_path):
     prefix = write_corpus(tmp_path / "c", [[1, 2], [3]])
     flags = arguments(data_path=[prefix], split="1,0,0", dllm_cross_document_attention=True)
-    sample = build_text(flags, BYTES, seq_length=5)[0].sample(0)
+    flags.dllm_sequence_length, flags.seq_length = 5, 10  # as validated flags of a mode with two streams
+    sample = build_text(flags, BYTES)[0].sample(0)
     assert sample.document_S.tolist() == [0, 0, 0, -1, -1]
     assert sample.tokens_S[3:].tolist() == [256, 256]  # the tokenizer's <pad>
 
@@ -241,6 +243,13 @@ def test_token_ids_outside_the_vocabulary(tmp_path, monkeypatch):
     check_token_ids(large, 9)
     with pytest.raises(ValueError, match="token id 8"):
         check_token_ids(large, 8)
+
+
+def test_mask_tokens_in_clean_text(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [[1, 2], [258, 4]])
+    build_text(arguments(data_path=[prefix], dllm_mask_token_id=None), BYTES)
+    with pytest.raises(ValueError, match="c holds the mask token 258"):
+        build_text(arguments(data_path=[prefix], dllm_mask_token_id=258), BYTES)
 
 
 def test_errors_name_the_file(tmp_path):
