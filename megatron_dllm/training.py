@@ -188,7 +188,7 @@ class _Hooks:
 
 
 @functools.cache
-def install() -> None:
+def install() -> _Hooks:
     """Repairs of Megatron and our hooks; once per process."""
     fixes.install()
     if not torch.cuda.is_available():
@@ -198,11 +198,12 @@ def install() -> None:
     hooks = _Hooks()
     megatron_training.train_step = hooks.step
     megatron_training.training_log = hooks.log
+    return hooks
 
 
 def pretrain(args, datasets: Datasets, store=None) -> None:
     """Train as `args` say (from `parse_arguments`). `store`: rendezvous for tests that reuse processes."""
-    install()
+    install().steps_verified = 0
     loss_by_level.reset()
     if datasets.valid is None and datasets.test is None:
         args.eval_iters = 0  # nothing to evaluate on: Megatron would ask for samples all the same

@@ -258,7 +258,7 @@ def build_chat(args, tokenizer) -> tuple[ChatDataset, ChatDataset | None, ChatDa
     """
     options = {
         "tokenizer": tokenizer,
-        "seq_length": args.seq_length,
+        "seq_length": args.dllm_sequence_length,
         "last_turn_only": args.sft_last_turn_only,
         "template": _read_template(args.chat_template),
         "fill_block": args.dllm_pad_block_size,

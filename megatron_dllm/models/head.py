@@ -87,6 +87,6 @@ def _combine(lse_local, target, group):
     if group.size() == 1:
         return lse_local, target
     mine = torch.stack([lse_local, target])
-    everyone = mine.new_empty(group.size(), *mine.shape)
+    everyone = mine.new_empty(2 * group.size(), mine.shape[1])
     torch.distributed.all_gather_into_tensor(everyone, mine, group=group)
-    return everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
+    return everyone[0::2].logsumexp(0), everyone[1::2].sum(0)
