@@ -1,6 +1,5 @@
 import pytest
 
-import megatron_dllm  # noqa: F401  (the CPU backend, before anything imports megatron)
 from tests.parallel.pool import Pool
 
 

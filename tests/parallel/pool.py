@@ -44,18 +44,18 @@ class Pool:
                 TOKENIZERS_PARALLELISM="false",
                 PYTHONWARNINGS="ignore",
             )
-            log = open(Path(self.folder.name) / f"worker{rank}.log", "w")
-            self.workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.parallel.worker"],
-                    cwd=ROOT,
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    text=True,
+            with open(Path(self.folder.name) / f"worker{rank}.log", "w") as log:
+                self.workers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.parallel.worker"],
+                        cwd=ROOT,
+                        env=environment,
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        text=True,
+                    )
                 )
-            )
 
     def _wait(self, paths: list[Path]) -> None:
         """Until all answers are there. A rank that failed leaves the others in a collective: give them a moment,

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 
-import megatron_dllm  # noqa: F401  (the CPU backend comes before megatron)
 from megatron_dllm.arguments import parse_arguments
 from megatron_dllm.checkpoint import check_before_loading
 from megatron_dllm.data.datasets import build_datasets
