@@ -59,6 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "steps and stop on a difference.",
     )
 
+    # The opposites of Megatron's flags whose default is today's usual architecture here (see _defaults).
+    opposites = (
+        ("--tie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", "store_false"),
+        ("--no-swiglu", "swiglu", "store_false"),
+        ("--add-bias-linear", "add_bias_linear", "store_true"),
+    )
+    for name, dest, action in opposites:
+        group.add_argument(name, dest=dest, action=action, help="The default here is the opposite.")
+
     group = parser.add_argument_group("diffusion data")
     group.add_argument("--sft-data-path", nargs="+", default=None, help="Chat data: JSONL or parquet with `messages`.")
     group.add_argument("--sft-valid-data-path", nargs="+", default=None, help="Chat data for validation.")

@@ -4,41 +4,11 @@ The reference of a family of cases runs once on one process; it also writes the 
 computed the plain way (full logits, F.cross_entropy, autograd over the whole global batch).
 """
 
-import json
-
 import pytest
 
+from tests.parallel.cases import TINY, write_chat, write_text
+
 RELATIVE = 1e-5
-TINY = (
-    "--dllm-mode mdlm --model-preset tiny --tokenizer-type ByteLevelTokenizer --seq-length 64 --micro-batch-size 2 "
-    "--global-batch-size 8 --train-iters 3 --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 10 "
-    "--weight-decay 0.1 --eval-iters 1 --eval-interval 1000 --log-interval 1 --make-vocab-size-divisible-by 8"
-).split()
-
-ANSWERS = (
-    "Megatron splits matrices by column and by row.",
-    "Yes.",
-    "A block of text is noised and then denoised, all positions at once, until no mask is left in it.",
-    "Positions restart in every document.",
-    "In every layout the same sample meets the same noise.",
-)
-
-
-@pytest.fixture(scope="session")
-def chat(tmp_path_factory):
-    """Chat data of many lengths; every fifth sample is longer than the sequence before its answer begins, so
-    nothing of it is scored, and one micro-batch of the first step consists of such samples alone."""
-    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
-    with open(path, "w") as file:
-        for i in range(40):
-            question = "Why? " * (1 + i % 4) if i % 5 else "So long a question that its answer is cut off. " * 3
-            messages = [
-                dict(role="user", content=question),
-                dict(role="assistant", content=ANSWERS[i % 5][: 5 + 3 * i]),
-            ]
-            file.write(json.dumps(dict(messages=messages)) + "\n")
-    return str(path)
-
 
 # name -> (processes, flags)
 LAYOUTS = {
@@ -94,6 +64,26 @@ DISTRIBUTED_OPTIMIZER = {
 }
 
 
+SOME = ("DP2|TP2 SP|PP2 VPP2|CP2 a2a|CP2 all_gather|recompute full|TP2 SP PP2|TP2 SP CP2|PP2 CP2|DP2 CP2").split("|")
+TIED = "one micro-batch|TP2 SP|PP2|PP2 VPP2|TP2 SP PP2".split("|")
+MIXTURE_OF_EXPERTS = {
+    "one micro-batch": (1, "--micro-batch-size 8"),
+    "DP2 EP2": (2, "--expert-model-parallel-size 2"),
+    "DP4 EP4": (4, "--expert-model-parallel-size 4"),
+    "TP2 SP ETP2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "TP2 SP EP2 ETP1": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1",
+    ),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "CP2": (2, "--context-parallel-size 2"),
+    "CP2 EP2": (2, "--context-parallel-size 2 --expert-model-parallel-size 2"),
+    "DP2 EP2 PP2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "recompute full": LAYOUTS["recompute full"],
+}
+
+
 def close(a, b, relative=RELATIVE):
     return a == pytest.approx(b, rel=relative)
 
@@ -105,8 +95,11 @@ class Family:
         self.pool, self.argv, self.path = pool, argv, str(folder / "reference.pt")
         self.reference = self.pool.run(argv, 1, save_reference=self.path, reference=self.path)[0]
 
+    def run(self, processes: int, flags: str, **options):
+        return self.pool.run(self.argv + flags.split(), processes, **options)
+
     def check(self, processes: int, flags: str, gradients: bool = True):
-        results = self.pool.run(self.argv + flags.split(), processes, reference=self.path if gradients else None)
+        results = self.run(processes, flags, reference=self.path if gradients else None)
         last = results[-1]
         assert close(last["losses"], self.reference["losses"])
         for result in results:
@@ -120,22 +113,83 @@ class Family:
 
 
 @pytest.fixture(scope="module")
-def chat_family(pool, chat, tmp_path_factory):
-    return Family(pool, tmp_path_factory.mktemp("reference"), [*TINY, "--sft-data-path", chat])
+def family(pool, tmp_path_factory):
+    """family(name, *extra flags): the reference of that data and those flags, run once."""
+    folder = tmp_path_factory.mktemp("layouts")
+    data = {
+        "chat": ["--sft-data-path", write_chat(folder)],
+        "text": ["--data-path", write_text(folder), "--split", "70,30,0"],
+    }
+    made = {}
+
+    def get(kind, *extra):
+        key = (kind, *extra)
+        if key not in made:
+            own = tmp_path_factory.mktemp("reference")
+            made[key] = Family(pool, own, [*TINY, *data[kind], *(word for flags in extra for word in flags.split())])
+        return made[key]
+
+    return get
 
 
-def test_the_single_process_equals_the_naive_computation(chat_family):
-    reference = chat_family.reference
-    assert close(reference["losses"][0], reference["naive_loss"], 1e-6)
-    assert reference["grad_error"] < 2e-6
-    assert len(reference["losses"]) == 3 and reference["grad_norms"][0] > 0
+def test_the_single_process_equals_the_naive_computation(family):
+    for kind in ("chat", "text"):
+        reference = family(kind).reference
+        assert close(reference["losses"][0], reference["naive_loss"], 1e-6)
+        assert reference["grad_error"] < 2e-6
+        assert len(reference["losses"]) == 3 and reference["grad_norms"][0] > 0
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout(chat_family, name):
-    chat_family.check(*LAYOUTS[name])
+def test_chat(family, name):
+    family("chat").check(*LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_packed_text(family, name):
+    family("text").check(*LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED_OPTIMIZER)
-def test_distributed_optimizer(chat_family, name):
-    chat_family.check(*DISTRIBUTED_OPTIMIZER[name], gradients=False)
+def test_distributed_optimizer(family, name):
+    family("chat").check(*DISTRIBUTED_OPTIMIZER[name], gradients=False)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_tied_embeddings(family, name):
+    family("text", "--tie-embeddings-and-output-weights").check(*LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", MIXTURE_OF_EXPERTS)
+def test_mixture_of_experts(family, name):
+    family("chat", "--model-preset tiny-moe").check(*MIXTURE_OF_EXPERTS[name])
+
+
+@pytest.mark.parametrize("name", ("DP2", "TP2 SP", "PP2", "CP2 a2a"))
+@pytest.mark.parametrize("padding", ("supervise", "block fill", "noise count"))
+def test_other_objectives(family, padding, name):
+    flags = {
+        "supervise": "--dllm-padding supervise",
+        "block fill": "--dllm-pad-block-size 16",
+        "noise count": "--dllm-loss-normalization noise",
+    }
+    # the naive reference divides by supervised tokens
+    family("chat", flags[padding]).check(*LAYOUTS[name], gradients=padding != "noise count")
+
+
+@pytest.mark.parametrize("multiple", (1, 128))
+@pytest.mark.parametrize("name", ("one micro-batch", "TP2"))
+def test_vocabulary_padding_changes_nothing(family, name, multiple):
+    processes, flags = LAYOUTS[name]
+    if name == "TP2" and multiple == 1:
+        multiple = 3
+    family("chat").check(processes, f"{flags} --make-vocab-size-divisible-by {multiple}")
+
+
+@pytest.mark.parametrize("name", ("DP2", "TP2 SP", "PP2", "CP2 a2a", "TP2 SP PP2"))
+def test_bf16_within_its_rounding(family, name):
+    reference = family("chat").reference
+    processes, flags = LAYOUTS[name]
+    result = family("chat").run(processes, f"{flags} --bf16 --accumulate-allreduce-grads-in-fp32")[-1]
+    assert close(result["losses"], reference["losses"], 2e-2)
+    assert close(result["grad_norms"], reference["grad_norms"], 5e-2)

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import faulthandler
 import functools
+import hashlib
 import io
 import json
 import os
@@ -35,26 +36,35 @@ class Observation:
 
     def __init__(self, case: dict):
         self.case = case
-        self.result = dict(losses=[], grad_norms=[], reports=[], evaluations=[], indices=[], noise=[])
+        self.result = dict(losses=[], grad_norms=[], reports=[], evaluations=[], indices=[], noise={})
 
     @contextlib.contextmanager
     def watching(self):
         names = "train_step evaluate finalize_model_grads setup_model_and_optimizer".split()
         originals = {name: getattr(training, name) for name in names}
+        collate = Collate.__call__
+        Collate.__call__ = lambda this, samples: self.note_noise(samples) or collate(this, samples)
         for name in names:
             setattr(training, name, functools.partial(getattr(self, name), originals[name]))
         try:
             yield
         finally:
+            Collate.__call__ = collate
             for name, original in originals.items():
                 setattr(training, name, original)
+
+    def note_noise(self, samples) -> None:
+        """Hash of what happens to each sample (training only: evaluation has ended up in other keys)."""
+        for c in samples:
+            parts = (c.sample.tokens_S, c.x_t_S, c.noised_S, c.weight_S)
+            digest = hashlib.blake2b(b"".join(part.numpy().tobytes() for part in parts), digest_size=8).hexdigest()
+            self.result["noise"].setdefault(str(c.sample.index), digest)
 
     def train_step(self, original, forward_step, iterator, *args, **kwargs):
         stream = (iterator[0] if isinstance(iterator, list) else iterator).iterable
         if not stream.queue:
             stream.read_step()
         self.result["indices"].append([batch.index for batch in stream.queue])
-        self.result["noise"].append([batch.digest for batch in stream.queue])
         out = original(forward_step, iterator, *args, **kwargs)
         if out[0]:
             self.result["losses"].append(out[0]["loss"].item())
@@ -81,15 +91,19 @@ class Observation:
             return
         reference = torch.load(path)
         self.result["naive_loss"] = reference["loss"]
-        worst = 0.0
+        worst, where = 0.0, ""
         for wrapped in models:
             model = unwrap_model(wrapped)
             for name, parameter in model.named_parameters():
                 full = reference["gradients"][weights.global_name(model, name)]
                 expected = weights.cut(model, name, parameter, full)
                 gradient = parameter.main_grad.float()
-                error = ((gradient - expected).abs().max() / full.abs().max()).item()
-                worst = max(worst, error) if error == error else float("inf")
+                error = (gradient - expected).abs().max().item()
+                largest = full.abs().max().item()
+                error = error / largest if largest else error
+                if not error <= worst:  # also a NaN
+                    worst, where = (error if error == error else float("inf")), name
+        self.result["worst_gradient"] = where
         worst = torch.tensor([worst])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         self.result["grad_error"] = worst.item()
