@@ -12,10 +12,14 @@ import hashlib
 import io
 import json
 import os
+import random
 import sys
+import time
 import traceback
+from pathlib import Path
 
 import megatron.training.training as training
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
@@ -54,7 +58,11 @@ class Observation:
                 setattr(training, name, original)
 
     def note_noise(self, samples) -> None:
-        """Hash of what happens to each sample (training only: evaluation has ended up in other keys)."""
+        """Hash of what happens to each sample; optionally the disturbances that must not matter, or must be found."""
+        if self.case.get("draw_extra"):
+            torch.rand(1000), np.random.rand(1000), random.random()
+        if self.case.get("disturb_rank") == dist.get_rank():
+            samples[0].x_t_S[3] += 1
         for c in samples:
             parts = (c.sample.tokens_S, c.x_t_S, c.noised_S, c.weight_S)
             digest = hashlib.blake2b(b"".join(part.numpy().tobytes() for part in parts), digest_size=8).hexdigest()
@@ -152,12 +160,27 @@ def clean_up() -> None:
     training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
 
 
+def shared_store(rank: int, world: int, folder: Path) -> dist.TCPStore:
+    """Rank 0 lets the system choose the port, so that two pools on one machine never meet."""
+    timeout = datetime.timedelta(seconds=SECONDS_PER_CASE)
+    place = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, True, timeout, wait_for_workers=False)
+        (folder / "port.tmp").write_text(str(store.port))
+        os.replace(folder / "port.tmp", place)
+    else:
+        while not place.exists():
+            time.sleep(0.05)
+        store = dist.TCPStore("127.0.0.1", int(place.read_text()), world, False, timeout)
+    (folder / f"ready.{rank}").touch()
+    return store
+
+
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     install()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, world, rank == 0, timeout=datetime.timedelta(seconds=SECONDS_PER_CASE))
+    store = shared_store(rank, world, Path(os.environ["POOL_FOLDER"]))
     for line in sys.stdin:
         case = json.loads(line)
         n = case["processes"]
