@@ -111,8 +111,9 @@ class RuleAttention(MegatronModule):
 class _Masks:
     """Masks of the last few micro-batches, shared by all layers.
 
-    An entry keeps its attribute tensor alive, so the tensor's address identifies it; recomputation sees a
-    detached alias at the same address. A pipeline holds several micro-batches at once, hence more than one.
+    An entry keeps its attribute tensor alive, so address and layout identify it, and the version the content;
+    recomputation sees a detached alias that shares them all. A pipeline holds several micro-batches at once,
+    hence more than one.
     """
 
     CAPACITY = 4
@@ -121,7 +122,8 @@ class _Masks:
         self._entries: OrderedDict = OrderedDict()
 
     def _get(self, key: tuple, attributes: torch.Tensor, make: Callable):
-        key += (attributes.data_ptr(), tuple(attributes.shape))
+        version = None if attributes.is_inference() else attributes._version  # inference tensors have none
+        key += (attributes.data_ptr(), attributes.shape, attributes.stride(), version)
         if key not in self._entries:
             self._entries[key] = (attributes, make())
             if len(self._entries) > self.CAPACITY:
