@@ -143,9 +143,10 @@ class DiffusionLM(LanguageModule):
         attributes_BQA: torch.Tensor | None,
         loss: Callable | None = None,
         terms: dict[str, RankTerm] | None = None,
+        rows_N: torch.Tensor | None = None,
     ):
         """Hidden states [Q, B, D] on all but the last stage. On the last one: what `loss(ScoreView)` returns,
-        or, without `loss`, this rank's logits [B, Q, V/tp] in fp32.
+        or, without `loss`, this rank's logits in fp32: [N, V/tp] of `rows_N` (index q·B + b), else [B, Q, V/tp].
 
         Under context parallelism tokens and positions are this rank's, attributes are global (RankBatch).
         """
@@ -162,6 +163,8 @@ class DiffusionLM(LanguageModule):
             return hidden
         if loss is not None:
             return loss(ScoreView(self, hidden, terms))
+        if rows_N is not None:
+            return self.logits(self.select_rows(hidden, rows_N))
         Q, B = tokens_BQ.shape[1], tokens_BQ.shape[0]
         rows = torch.arange(Q * B, device=tokens_BQ.device)
         return self.logits(self.select_rows(hidden, rows)).view(Q, B, -1).transpose(0, 1)
