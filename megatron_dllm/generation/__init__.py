@@ -1,0 +1,122 @@
+"""Text from a diffusion language model.
+
+    from megatron_dllm.generation import GenerationConfig, generate
+    from megatron_dllm.generation.load import load
+
+    loaded = load("checkpoints/run")
+    for completion in generate(loaded.model, loaded.tokenizer, ["Once upon"], GenerationConfig(max_new_tokens=64)):
+        print(completion.text)
+
+One file per decoding loop (`llada`); a loop asks the mode's `reverse` what to commit in a step.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.utils import unwrap_model
+from megatron.training import get_args
+
+from megatron_dllm.data.tokenizer import Tokenizer
+from megatron_dllm.generation import llada
+from megatron_dllm.generation.config import Completion, GenerationConfig
+from megatron_dllm.generation.prompts import Prompt, build_canvases
+from megatron_dllm.modes import get_mode
+from megatron_dllm.modes.base import BLOCK, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
+
+__all__ = ["Completion", "GenerationConfig", "Prompt", "check_sampler", "generate"]
+
+# Training mode -> the loop that decodes its models.
+DECODERS = {"mdlm": llada.decode}
+
+
+def check_sampler(mode: str, config: GenerationConfig, tokenizer: Tokenizer) -> None:
+    """ValueError if no decoding loop fits a model trained with `mode`, or the loop cannot do what `config` asks."""
+    if mode not in DECODERS:
+        raise ValueError(
+            f"a model trained with --dllm-mode {mode} cannot be decoded yet; there are samplers for "
+            f"{', '.join(sorted(DECODERS))}."
+        )
+    if config.stop_at_eos and tokenizer.eos_id is None:
+        raise ValueError("--stop-at-eos needs a tokenizer with an EOS token, and this one has none.")
+
+
+@torch.no_grad()
+def generate(
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    config: GenerationConfig | None = None,
+) -> list[Completion]:
+    """One completion per prompt; each is what the prompt would get alone.
+
+    model: a whole DiffusionLM (tensor parallel at most), bare or wrapped; its mode, mask token and number of
+    positions are those of Megatron's arguments, as at training. Call it on every tensor-parallel rank with
+    the same prompts: all return the same.
+    Raises ValueError (one sentence) for prompts or options that do not fit the model.
+    """
+    config = config or GenerationConfig()
+    args = get_args()
+    check_sampler(args.dllm_mode, config, tokenizer)
+    if args.pipeline_model_parallel_size * args.context_parallel_size > 1:
+        raise ValueError("generation needs the whole sequence and all layers on a rank: use PP 1 and CP 1.")
+    mask_id = args.dllm_mask_token_id
+    canvases = build_canvases(prompts, tokenizer, config, mask_id, args.max_position_embeddings)
+    mode = get_mode(args.dllm_mode)
+    network = _Network(model, mode, tokenizer.vocab_size)
+    was_training = model.training
+    model.eval()
+    try:
+        rows = DECODERS[args.dllm_mode](canvases, network, mode.reverse, config, mask_id, tokenizer.eos_id)
+    finally:
+        model.train(was_training)
+    return [_completion(row, tokenizer, config) for row in rows]
+
+
+def _completion(row: llada.Row, tokenizer: Tokenizer, config: GenerationConfig) -> Completion:
+    ids = row.tokens[row.start :].tolist()
+    shown = ids
+    if not config.infill and tokenizer.eos_id in ids:
+        shown = ids[: ids.index(tokenizer.eos_id)]
+    new = int((~row.given).sum())
+    return Completion(
+        text=tokenizer.decode(shown),
+        ids=ids,
+        steps=row.steps,
+        forwards=row.steps * (2 if config.cfg_scale > 0 else 1),
+        tokens_per_second=new / max(row.seconds, 1e-9),
+    )
+
+
+class _Network:
+    """The model as a decoding loop calls it (llada.Predict): full logits of a few rows, on every rank."""
+
+    def __init__(self, model: torch.nn.Module, mode, vocab_size: int):
+        self._model, self._bare, self._vocab_size = model, unwrap_model(model), vocab_size
+        self._full_within_document = getattr(mode, "FULL_WITHIN_DOCUMENT", False)
+        self._inputs: tuple = ()
+
+    def __call__(self, tokens_BQ: torch.Tensor, lengths: list[int], rows_N: torch.Tensor) -> torch.Tensor:
+        device = torch.cuda.current_device()
+        key = (lengths, tokens_BQ.shape[1])
+        if not self._inputs or self._inputs[0] != key:
+            # kept between steps: attention caches its mask by the tensor it was made from
+            self._inputs = (key, *self._positions_and_attributes(*key, device))
+        _, position_ids_BQ, attributes_BQA = self._inputs
+        logits = self._model(tokens_BQ.to(device), position_ids_BQ, attributes_BQA, rows_N=rows_N.to(device))
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=self._bare.pg_collection.tp)
+        logits = logits[:, : self._bare.true_vocab_size]
+        # rows of the head beyond the tokenizer's ids stand for no text; a finite number, as guidance subtracts
+        logits[:, self._vocab_size :] = torch.finfo(logits.dtype).min
+        return logits
+
+    def _positions_and_attributes(self, lengths: list[int], longest: int, device):
+        positions = torch.arange(longest).expand(len(lengths), -1)
+        if self._full_within_document and all(length == longest for length in lengths):
+            return positions.to(device), None
+        attributes = torch.zeros(*positions.shape, NUM_ATTRIBUTES, dtype=torch.int32)
+        attributes[..., STREAM] = NOISY
+        attributes[..., BLOCK] = 0
+        attributes[..., POSITION] = positions
+        attributes[..., DOCUMENT] = -(positions >= torch.tensor(lengths)[:, None]).int()
+        return positions.to(device), attributes.to(device)

@@ -8,7 +8,8 @@ A mode is a module in this folder with these functions, always in this order (se
     layout(samples, length, args)       [Corrupted] -> ModelInput; what the network sees, and what is scored
     visible(query, key)                 may this query attend to this key? boolean, on attribute vectors
     loss(score)                         ScoreView -> [LossTerm]; never sees layouts, autocast or .backward()
-    reverse(...)                        one denoising step for the sampler
+    reverse(candidates, quota, threshold)   one denoising step for the sampler: (chosen_K, ids_K), which of the
+                                        candidates (generation/selection.py) to commit, and to which ids
 
 Shapes: B rows, S clean length, Q model length (S for one stream, 2S for two), A attributes.
 """

@@ -99,6 +99,18 @@ def loss(score) -> list[LossTerm]:
     return [LossTerm("dllm", score.weighted_nll("dllm"))]
 
 
+def reverse(candidates, quota: int, threshold: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `quota` most trusted candidates, and with a `threshold` all others at least so trusted.
+
+    Of equally trusted ones the first. Returns (chosen_K, ids_K), int64: indices of candidates and their tokens.
+    """
+    ids_C, confidence_C = candidates.propose()
+    order = confidence_C.argsort(descending=True, stable=True)
+    count = quota if threshold is None else max(quota, int((confidence_C >= threshold).sum()))
+    chosen_K = order[:count]
+    return chosen_K, ids_C[chosen_K]
+
+
 def _padded(c: Corrupted, length: int, pad_id: int) -> Corrupted:
     missing = length - len(c.sample)
     if missing == 0:
