@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Lints and tests everything: bash tests/run.sh [pytest arguments]
+# Makes .venv if it is missing. Default: all but the slow tests (`bash tests/run.sh -m slow` runs those).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source examples/environment.sh
+use_environment test
+
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+ruff check .
+exec python -m pytest -m "not slow" "$@"
