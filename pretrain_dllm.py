@@ -4,10 +4,12 @@ import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no 
 from megatron_dllm.arguments import fail, parse_arguments
 from megatron_dllm.checkpoint import check_before_loading
 from megatron_dllm.data.datasets import build_datasets
+from megatron_dllm.launch import default_to_one_process
 from megatron_dllm.training import pretrain
 
 
 def main() -> None:
+    default_to_one_process()
     try:
         args, tokenizer = parse_arguments()
         check_before_loading(args)

@@ -39,9 +39,10 @@ def iteration_folder(load: str, step: int | None = None) -> str | None:
 
 def check_complete(folder: str) -> None:
     """ValueError if a torch_dist checkpoint is missing files or has truncated ones."""
+    for name in (".metadata", "metadata.json"):  # the first is written after all shards
+        if not os.path.isfile(os.path.join(folder, name)):
+            raise ValueError(f"{folder} is not a complete checkpoint ({name} is missing): {_advice(folder)}")
     metadata_file = os.path.join(folder, ".metadata")
-    if not os.path.isfile(metadata_file):
-        raise ValueError(f"{folder} is not a complete checkpoint (.metadata is missing): {_advice(folder)}")
     try:
         with open(metadata_file, "rb") as file:
             metadata = pickle.load(file)
@@ -56,8 +57,6 @@ def check_complete(folder: str) -> None:
         if size < end:
             state = "missing" if size < 0 else f"truncated ({size} of {end} bytes)"
             raise ValueError(f"{path} is {state}: {_advice(folder)}")
-    if not os.path.isfile(os.path.join(folder, "common.pt")):
-        raise ValueError(f"{folder} is not a complete checkpoint (common.pt is missing): {_advice(folder)}")
 
 
 def _advice(folder: str) -> str:
@@ -74,9 +73,9 @@ def _advice(folder: str) -> str:
 
 def saved_arguments(folder: str) -> Namespace:
     """The arguments of the run that wrote the checkpoint."""
-    import torch
+    from megatron.core.dist_checkpointing import load_common_state_dict
 
-    state = torch.load(os.path.join(folder, "common.pt"), map_location="cpu", weights_only=False)
+    state = load_common_state_dict(folder)
     if "args" not in state:
         raise ValueError(f"{folder} holds no arguments: it was not written by this program.")
     return state["args"]

@@ -130,8 +130,7 @@ def check_layout(args, mode: ModuleType) -> None:
             f"--num-layers {args.num_layers} is not divisible by PP {pp}: change one, or use "
             "--decoder-first-pipeline-num-layers."
         )
-    if args.num_experts is not None and args.num_experts % args.expert_model_parallel_size:
-        raise ValueError(f"--num-experts {args.num_experts} is not divisible by EP {args.expert_model_parallel_size}.")
+    _check_experts(args, tp, pp, world)
     _check_context_parallel(args, tp, cp)
     # Chat batches are padded to their longest row, so lengths change between micro-batches.
     args.dllm_variable_lengths = args.sft_data_path is not None and args.dllm_padding == "ignore"
@@ -145,6 +144,22 @@ def check_layout(args, mode: ModuleType) -> None:
     # The pipeline's tensors are as long as the model's input.
     args.dllm_sequence_length = args.seq_length
     args.seq_length *= mode.STREAMS
+
+
+def _check_experts(args, tp: int, pp: int, world: int) -> None:
+    ep = args.expert_model_parallel_size
+    if args.num_experts is None:
+        if ep > 1:
+            raise ValueError("--expert-model-parallel-size needs a mixture of experts: give --num-experts.")
+        return
+    if args.num_experts % ep:
+        raise ValueError(f"--num-experts {args.num_experts} is not divisible by EP {ep}.")
+    etp = args.expert_tensor_parallel_size or tp
+    if world % (etp * ep * pp):
+        raise ValueError(
+            f"{world} process(es) cannot be laid out as expert TP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}: start a "
+            "multiple of that or change the sizes."
+        )
 
 
 def _check_context_parallel(args, tp: int, cp: int) -> None:

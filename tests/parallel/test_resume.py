@@ -1,0 +1,175 @@
+"""Save and resume: bit-exact in the same layout, exact to rounding in any other, and after a kill."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import load_common_state_dict
+
+from tests.parallel.cases import TINY, write_chat
+from tests.parallel.pool import ROOT, CaseFailed
+
+LAYOUTS = {
+    "1": (1, ""),
+    "DP2": (2, ""),
+    "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2 VPP2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "CP2": (2, "--context-parallel-size 2"),
+    "DP2 distributed optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "DP4 distributed optimizer": (4, "--use-distributed-optimizer"),
+    "DP2 TP2 SP distributed optimizer": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def argv(tmp_path_factory):
+    return [*TINY, "--sft-data-path", write_chat(tmp_path_factory.mktemp("data")), "--train-iters", "6"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool, argv, tmp_path_factory):
+    """uninterrupted(layout): six steps, saved after the third and the sixth."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            processes, flags = LAYOUTS[name]
+            results = pool.run([*argv, *flags.split(), "--save", folder, "--save-interval", 3], processes)
+            made[name] = (folder, results[-1])
+        return made[name]
+
+    return get
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a torch_dist checkpoint: weights and optimizer state."""
+    reader = dcp.FileSystemReader(folder)
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def resume(pool, argv, folder, name, *more, **options):
+    processes, flags = LAYOUTS[name]
+    return pool.run([*argv, *flags.split(), "--load", folder, "--ckpt-step", 3, *more], processes, **options)
+
+
+@pytest.mark.parametrize("name", ("1", "TP2 SP", "PP2 VPP2", "DP2 distributed optimizer"))
+def test_the_same_layout_resumes_bit_by_bit(pool, argv, uninterrupted, tmp_path, name):
+    folder, straight = uninterrupted(name)
+    results = resume(pool, argv, folder, name, "--save", tmp_path, "--save-interval", 6)
+    assert results[-1]["losses"] == straight["losses"][3:]
+    assert results[-1]["grad_norms"] == straight["grad_norms"][3:]
+    assert results[-1]["indices"] == straight["indices"][3:]
+    for key in ("supervised tokens", "noised tokens"):
+        assert [r[key] for r in results[-1]["reports"]] == [r[key] for r in straight["reports"][3:]]
+    expected, got = tensors(folder / "iter_0000006"), tensors(tmp_path / "iter_0000006")
+    assert expected.keys() == got.keys()
+    assert any("exp_avg_sq" in key for key in got) and any("word_embeddings" in key for key in got)
+    different = [key for key in got if not torch.equal(expected[key], got[key])]
+    assert not different
+    common = [load_common_state_dict(f / "iter_0000006") for f in (folder, tmp_path)]
+    assert common[0]["opt_param_scheduler"] == common[1]["opt_param_scheduler"]
+    assert common[0]["args"].consumed_train_samples == common[1]["args"].consumed_train_samples == 48
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "distributed" not in name and name != "TP2 SP"])
+def test_another_layout_continues_the_curve(pool, argv, uninterrupted, name):
+    folder, straight = uninterrupted("TP2 SP")
+    result = resume(pool, argv, folder, name)[-1]
+    assert result["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
+    assert result["grad_norms"] == pytest.approx(straight["grad_norms"][3:], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ("DP4 distributed optimizer", "DP2 TP2 SP distributed optimizer"))
+def test_the_sharded_optimizer_state_reshards(pool, argv, uninterrupted, name):
+    folder, straight = uninterrupted("DP2 distributed optimizer")
+    result = resume(pool, argv, folder, name)[-1]
+    assert result["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
+    assert result["grad_norms"] == pytest.approx(straight["grad_norms"][3:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), ((2, 1), (2, 4), (1, 2)))
+def test_noise_and_order_survive_another_data_parallel_size(pool, argv, tmp_path, before, after):
+    """Saved at step 7, resumed on more or fewer ranks: steps 8 to 10 meet the samples and noise they would have."""
+    argv = [*argv, "--train-iters", "10", "--save", tmp_path, "--save-interval", "7"]
+    seen = lambda results: {k: v for r in results for k, v in r["noise"].items() if int(k) >= 7 * 8}
+    straight = pool.run(argv, before)
+    resumed = pool.run([*argv, "--load", tmp_path, "--ckpt-step", "7"], after)
+    assert seen(resumed) == seen(straight) and len(seen(resumed)) == 3 * 8
+    assert min(int(k) for r in resumed for k in r["noise"]) == 7 * 8
+    assert resumed[-1]["losses"] == pytest.approx(straight[-1]["losses"][7:], rel=1e-5)
+
+
+def test_another_global_batch_size_continues_behind_the_last_sample(pool, argv, uninterrupted):
+    folder, _ = uninterrupted("1")
+    flags = ("--global-batch-size", 4, "--override-opt-param-scheduler")
+    result = resume(pool, argv, folder, "1", *flags)[0]
+    assert result["indices"][0] == [[24, 25], [26, 27]]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_loads(pool, argv, uninterrupted, tmp_path):
+    folder, straight = uninterrupted("1")
+    damaged = tmp_path / "run"
+    shutil.copytree(folder, damaged)
+    shard = max((damaged / "iter_0000006").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(shard, shard.stat().st_size // 2)
+    with pytest.raises(CaseFailed) as failure:
+        pool.run([*argv, "--load", damaged])
+    assert "truncated" in failure.value.error and "--ckpt-step 3" in failure.value.error
+    assert resume(pool, argv, damaged, "1")[0]["losses"] == straight["losses"][3:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    (
+        ("--num-layers 2", "--num-layers 4, this run has 2"),
+        ("--dllm-mask-token-id 7", "--dllm-mask-token-id 258, this run has 7"),
+        ("--vocab-size 300", "--vocab-size 259, this run has 300"),
+    ),
+)
+def test_a_checkpoint_of_something_else_is_refused(pool, argv, uninterrupted, flags, message):
+    folder, _ = uninterrupted("1")
+    with pytest.raises(CaseFailed) as failure:
+        pool.run([*argv, "--load", folder, *flags.split()])
+    assert message in failure.value.error
+
+
+def test_a_run_killed_during_a_save_resumes_from_the_last_complete_checkpoint(pool, argv, tmp_path):
+    argv = [*map(str, argv), "--train-iters", "400", "--save", str(tmp_path), "--save-interval", "3"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "w") as log:
+        run = subprocess.Popen(
+            [sys.executable, ROOT / "pretrain_dllm.py", *argv],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    tracker, second = tmp_path / "latest_checkpointed_iteration.txt", tmp_path / "iter_0000006"
+    deadline = time.monotonic() + 120
+    while not second.exists() and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert run.poll() is None, (tmp_path / "log").read_text()[-2000:]
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    assert second.exists()
+    assert tracker.read_text() == "3"
+    result = pool.run([*argv, "--load", tmp_path, "--train-iters", "6", "--override-opt-param-scheduler"])[0]
+    assert result["indices"][0][0] == [24, 25] and len(result["losses"]) == 3
+    assert tracker.read_text() == "6"

@@ -1,0 +1,165 @@
+"""Bad input is one clear sentence before anything expensive starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron.training.training as training
+import pytest
+
+from megatron_dllm.arguments import parse_arguments
+from megatron_dllm.checkpoint import check_before_loading
+from megatron_dllm.data.datasets import build_datasets
+from tests.parallel.cases import TINY, write_chat, write_text
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return {"chat": write_chat(folder), "text": write_text(folder), "folder": folder}
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """refused(argv, processes) -> the sentence with which the command line is refused."""
+
+    def run(argv, processes=1):
+        monkeypatch.setattr(sys, "argv", ["pretrain_dllm.py", *map(str, argv)])
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        monkeypatch.setenv("RANK", "0")
+        try:
+            with pytest.raises(ValueError) as error:
+                args, tokenizer = parse_arguments()
+                check_before_loading(args)
+                build_datasets(args, tokenizer)
+        finally:
+            training.destroy_global_state()
+        sentence = str(error.value)
+        assert "\n" not in sentence and len(sentence) < 400
+        return sentence
+
+    return run
+
+
+# flags -> (processes, what the sentence must say)
+LAYOUTS = {
+    "--tensor-model-parallel-size 2": (3, "3 process(es) cannot be laid out as TP 2 x PP 1 x CP 1 = 2"),
+    "--tensor-model-parallel-size 3": (3, "--num-attention-heads 8 is not divisible by TP 3"),
+    "--pipeline-model-parallel-size 3": (3, "--num-layers 4 is not divisible by PP 3"),
+    "--context-parallel-size 4 --seq-length 60": (4, "must be a multiple of 8, for instance 56 or 64"),
+    "--context-parallel-size 4 --tensor-model-parallel-size 2": (8, "use --cp-comm-type all_gather"),
+    "--context-parallel-size 2 --cp-comm-type p2p": (2, "cannot carry a diffusion mask: use a2a or all_gather"),
+    "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 62": (4, "multiple of 4, for instance 60 or 64"),
+    "--sequence-parallel": (1, "needs TP > 1"),
+    "--micro-batch-size 3": (1, "--global-batch-size 8 is not a multiple of --micro-batch-size 3"),
+    "--pad-seq-len-divisible 48": (1, "--seq-length 64 cannot be split"),
+    "--pad-seq-len-divisible 6 --context-parallel-size 2": (2, "must be a multiple of 4"),
+    "--num-experts 4 --expert-model-parallel-size 2": (1, "1 process(es) cannot be laid out as expert TP 1 x EP 2"),
+    "--expert-model-parallel-size 2": (2, "needs a mixture of experts"),
+    "--num-experts 4 --expert-model-parallel-size 3 --global-batch-size 12": (
+        3,
+        "--num-experts 4 is not divisible by EP 3",
+    ),
+}
+FLAGS = {
+    "--dllm-mode nosuch": "unknown --dllm-mode 'nosuch': choose one of",
+    "--model-preset nosuch": "unknown --model-preset 'nosuch': choose one of tiny, tiny-moe",
+    "--calculate-per-token-loss": "--calculate-per-token-loss cannot be used",
+    "--rampup-batch-size 2 2 100": "--step-batch-size-schedule",
+    "--dllm-cross-document-attention": "has no effect on chat data",
+    "--dllm-eps 0": "--dllm-eps 0.0 is the smallest masking rate",
+    "--position-embedding-type learned_absolute": "use rope",
+    "--normalization LayerNorm": "needs --transformer-impl transformer_engine",
+    "--vocab-size 200": "the tokenizer has 259 tokens but --vocab-size gives the embedding only 200 rows",
+    "--dllm-mask-token-id 259": "outside the vocabulary of 259",
+    "--dllm-mask-token-id -1": "outside the vocabulary of 259",
+    "--dllm-mask-token-id 256": "is also the pad token",
+    "--dllm-mask-token-id 257": "is also the eos token",
+    "--tokenizer-type NullTokenizer --vocab-size 300": "the tokenizer has no mask token: give --dllm-mask-token-id",
+    "--tokenizer-type SentencePieceTokenizer --tokenizer-model /no/such.model": "/no/such.model",
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/such/folder": "/no/such/folder",
+    "--chat-template /no/such.jinja": "/no/such.jinja",
+    "--load /no/such/run": "/no/such/run holds no checkpoint",
+    "--save /tmp/never": "--save needs --save-interval",
+    "--data-path /also/text": "give one kind of training data",
+}
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
+def test_layout(refused, data, flags):
+    processes, sentence = LAYOUTS[flags]
+    assert sentence in refused([*TINY, "--sft-data-path", data["chat"], *flags.split()], processes)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags(refused, data, flags):
+    assert FLAGS[flags] in refused([*TINY, "--sft-data-path", data["chat"], *flags.split()])
+
+
+@pytest.mark.parametrize("flag", ("--sft-last-turn-only", "--dllm-padding supervise", "--pad-seq-len-divisible 8"))
+def test_chat_flags_on_packed_text(refused, data, flag):
+    assert "has no effect on packed text" in refused([*TINY, "--data-path", data["text"], *flag.split()])
+
+
+@pytest.mark.parametrize("missing", ("--seq-length", "--micro-batch-size", "--lr", "--train-iters"))
+def test_missing_flags(refused, data, missing):
+    argv = [*TINY, "--sft-data-path", data["chat"]]
+    place = argv.index(missing)
+    assert f"{missing} is missing" in refused(argv[:place] + argv[place + 2 :])
+
+
+def test_no_data(refused):
+    assert "give one kind of training data" in refused(TINY)
+
+
+def test_data_files(refused, data, tmp_path):
+    assert "no_such.jsonl" in refused([*TINY, "--sft-data-path", tmp_path / "no_such.jsonl"])
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert "empty.jsonl" in refused([*TINY, "--sft-data-path", empty])
+    broken = tmp_path / "broken.jsonl"
+    good = Path(data["chat"]).read_text().splitlines()[:2]
+    broken.write_text("\n".join([*good, '{"messages": [}']) + "\n")
+    sentence = refused([*TINY, "--sft-data-path", broken])
+    assert "broken.jsonl" in sentence and "3" in sentence
+    assert "no_such_prefix" in refused([*TINY, "--data-path", tmp_path / "no_such_prefix"])
+
+
+def test_half_written_checkpoint(refused, data, tmp_path):
+    run = tmp_path / "run"
+    (run / "iter_0000005").mkdir(parents=True)
+    (run / "iter_0000003").mkdir()
+    (run / "latest_checkpointed_iteration.txt").write_text("5")
+    argv = [*TINY, "--sft-data-path", data["chat"], "--load", run]
+    sentence = refused(argv)
+    assert "not a complete checkpoint" in sentence and "--ckpt-step 3" in sentence
+    (run / "iter_0000005/.metadata").write_bytes(b"half")
+    (run / "iter_0000005/metadata.json").write_text("{}")
+    assert "is damaged" in refused(argv)
+    (run / "latest_checkpointed_iteration.txt").write_text("")
+    assert "should hold an iteration number" in refused(argv)
+
+
+def test_the_program_prints_one_sentence_and_exits_with_2(data, tmp_path):
+    argv = [
+        *TINY,
+        "--sft-data-path",
+        str(tmp_path / "missing.jsonl"),
+        "--save",
+        str(tmp_path / "run"),
+        "--save-interval",
+        "1",
+    ]
+    done = subprocess.run(
+        [sys.executable, ROOT / "pretrain_dllm.py", *argv],
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("pretrain_dllm.py: error:")]
+    assert not (tmp_path / "run").exists()
