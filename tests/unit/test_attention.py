@@ -66,7 +66,7 @@ def naive(rule, query, key, value, attributes, scale=None):
     B=st.integers(1, 2),
     S=st.integers(1, 9),
     heads_groups=st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)]),
-    scale=st.sampled_from([None, 0.5]),
+    scale=st.sampled_from([None, 0.3]),  # None: 1 / sqrt(4)
     seed=st.integers(0, 999),
 )
 def test_dense_attention_element_by_element(rule, B, S, heads_groups, scale, seed):

@@ -225,7 +225,9 @@ def test_several_levels_of_a_sample_continue_the_sequence():
 
 
 def test_levels_stay_below_one():
-    levels = validation_levels(range(0, 3_000_000, 997))
+    """Multiples of the golden ratio by Fibonacci numbers come closest to whole numbers, and would round to 1."""
+    levels = validation_levels([24157817, 39088169, 63245986, *range(0, 3_000_000, 997)])
+    assert levels[:3].max() > 1 - 1e-6
     assert levels.dtype == torch.float32 and levels.min() >= 0 and levels.max() < 1
 
 
@@ -236,6 +238,8 @@ def test_validation_noise_depends_on_the_sample_alone():
     torch.rand(100)
     again = mdlm.corrupt(clean, ValidationDraws(3), flags(999))
     assert torch.equal(first.x_t_S, again.x_t_S) and torch.equal(first.level_S, again.level_S)
+    uniforms = lambda draws: torch.rand(8, generator=draws.generator()).tolist()
+    assert not set(uniforms(ValidationDraws(3))) & set(uniforms(Draws(0, 3)))
     others = [mdlm.corrupt(clean, ValidationDraws(4), flags(999))]
     others += [mdlm.corrupt(clean, Draws(seed, 3), flags(999)) for seed in (0, 42)]
     assert not any(torch.equal(first.noised_S, other.noised_S) for other in others)
