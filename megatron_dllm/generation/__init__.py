@@ -58,8 +58,8 @@ def generate(
     config = config or GenerationConfig()
     args = get_args()
     check_sampler(args.dllm_mode, config, tokenizer)
-    if args.pipeline_model_parallel_size * args.context_parallel_size > 1:
-        raise ValueError("generation needs the whole sequence and all layers on a rank: use PP 1 and CP 1.")
+    if args.pipeline_model_parallel_size * args.context_parallel_size > 1 or args.sequence_parallel:
+        raise ValueError("generation needs whole sequences and all layers on a rank: no PP, CP or --sequence-parallel.")
     mask_id = args.dllm_mask_token_id
     canvases = build_canvases(prompts, tokenizer, config, mask_id, args.max_position_embeddings)
     mode = get_mode(args.dllm_mode)

@@ -1,0 +1,151 @@
+"""tools/generate.py as a user runs it: checkpoints of any layout, one process or two, and what it refuses."""
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools/generate.py"
+MASK = 258
+TRAIN = (
+    "--dllm-mode mdlm --model-preset tiny --num-layers 2 --tokenizer-type ByteLevelTokenizer --seq-length 64 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 3e-3 --eval-iters 0 --save-interval 3"
+).split()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(pool, tmp_path_factory):
+    """The same training run saved by TP 2 with sequence parallelism and by PP 2."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = folder / "chat.jsonl"
+    with open(data, "w") as file:
+        for i in range(12):
+            messages = [dict(role="user", content="Why?"), dict(role="assistant", content="So it is. " * (1 + i % 3))]
+            file.write(json.dumps(dict(messages=messages)) + "\n")
+    layouts = dict(tp="--tensor-model-parallel-size 2 --sequence-parallel", pp="--pipeline-model-parallel-size 2")
+    for name, flags in layouts.items():
+        pool.run([*TRAIN, "--sft-data-path", data, "--save", folder / name, *flags.split()], 2)
+    return folder
+
+
+def run_tool(*argv, processes=1):
+    """Its stdout. Several processes are started with the variables that torchrun sets."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    started = []
+    for rank in range(processes):
+        environment = os.environ | dict(OMP_NUM_THREADS="1")
+        if processes > 1:
+            environment |= dict(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            environment |= dict(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
+        command = [sys.executable, str(TOOL), *map(str, argv)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+    outputs = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0] * processes, outputs
+    assert all(out == "" for out, _ in outputs[1:])
+    return outputs[0][0]
+
+
+def test_layouts_processes_and_batches_give_the_same_text(checkpoints, tmp_path):
+    options = "--max-new-tokens 9 --gen-block-length 4 --steps 6 --temperature 1 --json".split()
+    conversation = tmp_path / "conversation.jsonl"
+    conversation.write_text(json.dumps([dict(role="user", content="Short")]) + "\n")
+    prompts = ["--prompt", "Why?", "--prompt", "Why is it not otherwise?", "--messages-file", conversation]
+    one = [json.loads(line) for line in run_tool("--load", checkpoints / "tp", *prompts, *options).splitlines()]
+    assert len(one) == 3
+    for completion in one:
+        assert len(completion["ids"]) == 9
+        assert MASK not in completion["ids"]
+        assert completion["steps"] == completion["forwards"] == 5  # two each for the blocks of 4, one for the last
+        assert completion["tokens_per_second"] > 0
+    assert one[0]["ids"] != one[1]["ids"]
+    two = run_tool(
+        "--load", checkpoints / "pp/iter_0000003", "--prompt", "Why is it not otherwise?", "--prompt", "Short",
+        "--tensor-model-parallel-size", 2, *options, processes=2,
+    )  # fmt: skip
+    strip = lambda completions: [(c["text"], c["ids"], c["steps"]) for c in completions]
+    assert strip(map(json.loads, two.splitlines())) == strip(one[1:])
+
+
+def test_infilling_in_bf16_prints_the_text_alone(checkpoints):
+    out = run_tool(
+        "--load", checkpoints / "pp", "--infill", "--prompt", "It is [MASK:3] so[MASK]", "--gap_length=2", "--bf16",
+        "--prompt", "[MASK:1]!",
+    )  # fmt: skip
+    first, second = out.removesuffix("\n").split("\n\n") if "\n\n" in out else ("", "")
+    assert first.startswith("It is ") and " so" in first
+    assert second.endswith("!")
+
+
+# --- what it refuses, before anything is built ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("generate_tool", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def refuse(tool, monkeypatch, capsys):
+    def run(words, *argv):
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, argv)])
+        with pytest.raises(SystemExit) as exit:
+            tool.main()
+        captured = capsys.readouterr()
+        assert exit.value.code == 2
+        assert captured.out == ""
+        sentence = captured.err.removesuffix("\n")
+        assert sentence.startswith("generate.py: error: ") and sentence.endswith(".") and "\n" not in sentence
+        assert words in sentence
+
+    return run
+
+
+def test_folders_without_a_checkpoint(refuse, checkpoints, tmp_path):
+    refuse("holds no checkpoint", "--load", tmp_path / "missing", "--prompt", "a")
+    refuse("holds no checkpoint", "--load", tmp_path, "--prompt", "a")
+    refuse("there is no iter_0000099", "--load", checkpoints / "tp", "--ckpt-step", 99, "--prompt", "a")
+
+
+def test_damaged_checkpoints(refuse, checkpoints, tmp_path):
+    truncated, unreadable = tmp_path / "truncated", tmp_path / "unreadable"
+    for copy in (truncated, unreadable):
+        shutil.copytree(checkpoints / "tp", copy)
+    shard = max((truncated / "iter_0000003").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(shard, shard.stat().st_size // 2)
+    refuse("is truncated", "--load", truncated, "--prompt", "a")
+    (unreadable / "iter_0000003/.metadata").write_bytes(b"nonsense")
+    refuse("is damaged", "--load", unreadable, "--prompt", "a")
+
+
+def test_options_that_do_not_fit_the_model(refuse, checkpoints, monkeypatch):
+    load = ["--load", checkpoints / "tp", "--prompt", "Why?"]
+    refuse("trained with mask token 258, not 7", *load, "--dllm-mask-token-id", 7)
+    refuse("torchrun --nproc-per-node 2", *load, "--tensor-model-parallel-size", 2)
+    refuse("but the model has 64 positions", *load, "--max-new-tokens", 60)
+    refuse("has no gap to fill", *load, "--infill")
+    refuse("give --prompt or --messages-file", *load[:2])
+    refuse("--steps is 0", *load, "--steps", 0)
+    monkeypatch.setattr("megatron_dllm.generation.DECODERS", {"another": None})
+    refuse("--dllm-mode mdlm cannot be decoded", *load)
+
+
+def test_conversations_that_are_none(refuse, checkpoints, tmp_path):
+    file = tmp_path / "conversations.jsonl"
+    load = ["--load", checkpoints / "tp", "--messages-file", file]
+    refuse("cannot be read", *load)
+    file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n{"text": "Hi"}\n')
+    refuse("line 2: ", *load)
+    refuse("leave out --raw and --infill", *load, "--raw")
