@@ -1,0 +1,257 @@
+"""Measure this code against the usual way, in one run, on the same weights and the same batch.
+
+    python tools/benchmark.py train [--layers 4 --hidden 256 --vocabulary 32000 --seq-length 512 --batch 4]
+
+`train`: one mdlm training step (forward, backward, AdamW). The usual way is a plain `transformers` Llama with
+a full 4-D additive mask, logits of all positions and cross entropy over them, as the reference recipes train.
+Each side is a process of its own, so that its peak memory is its own; their steps alternate, so that whatever
+else the machine does hits both. Before anything is timed, loss and gradient norm of both must agree.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TOLERANCE = 1e-4  # relative, of loss and gradient norm between the two sides, in fp32
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="a training step of mdlm against a plain transformers Llama")
+    train.add_argument("--layers", type=int, default=4)
+    train.add_argument("--hidden", type=int, default=256)
+    train.add_argument("--heads", type=int, default=4)
+    train.add_argument("--ffn", type=int, default=768)
+    train.add_argument("--vocabulary", type=int, default=32000)
+    train.add_argument("--seq-length", type=int, default=512)
+    train.add_argument("--batch", type=int, default=4)
+    train.add_argument("--steps", type=int, default=9, help="Timed steps of each side, after two to warm up.")
+    train.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def write_corpus(options, folder: Path) -> str:
+    """Random ids in documents longer than a sequence: every batch is full, as in pre-training."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = str(folder / "corpus")
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
+    ids = np.random.default_rng(0).integers(0, options.vocabulary - 2, 64 * options.seq_length)
+    builder.add_document(ids, [len(ids)])
+    builder.finalize(prefix + ".idx")
+    return prefix
+
+
+def ours(options, folder: Path):
+    """This code: the real data path and model on one process. Yields the step function and extra figures."""
+    importlib.import_module("megatron_dllm")  # the CPU backend comes before megatron
+    import torch
+    from megatron.core.datasets.utils import Split
+    from megatron.training.initialize import initialize_megatron
+
+    from megatron_dllm.arguments import parse_arguments
+    from megatron_dllm.data.datasets import build_datasets
+    from megatron_dllm.data.stream import Collate, CorruptedSamples
+    from megatron_dllm.launch import default_to_one_process
+    from megatron_dllm.modes import mdlm
+    from megatron_dllm.training import install, model_provider
+
+    default_to_one_process()
+    flags = f"""--dllm-mode mdlm --num-layers {options.layers} --hidden-size {options.hidden} --ffn-hidden-size
+        {options.ffn} --num-attention-heads {options.heads} --seq-length {options.seq_length} --micro-batch-size
+        {options.batch} --train-iters 1 --lr 1e-3 --data-path {write_corpus(options, folder)} --split 100,0,0
+        --tokenizer-type NullTokenizer --vocab-size {options.vocabulary} --dllm-verify-peers 0
+        --dllm-mask-token-id {options.vocabulary - 2} --make-vocab-size-divisible-by 1"""
+    sys.argv = ["benchmark", *flags.split()]
+    args, tokenizer = parse_arguments()
+    install()
+    initialize_megatron(allow_no_cuda=not torch.cuda.is_available())
+    model = model_provider()
+    samples = CorruptedSamples(build_datasets(args, tokenizer).train, args, Split.train)
+    collate = Collate(args, 1, 0)
+    start = time.perf_counter()
+    for _ in range(5):
+        batch = collate([samples[i] for i in range(options.batch)])
+    assembly = (time.perf_counter() - start) / 5
+    count = batch.counts["dllm"]
+    rows = [samples[i] for i in range(options.batch)]
+    torch.save(
+        dict(
+            weights=model.state_dict(),
+            x_t=batch.tokens_BQ,
+            x_0=torch.stack([row.sample.tokens_S for row in rows]),
+            weight=torch.stack([row.weight_S for row in rows]),
+            count=count,
+        ),
+        folder / "shared.tmp",
+    )
+    os.replace(folder / "shared.tmp", folder / "shared")
+
+    def loss():
+        terms = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=mdlm.loss, terms=batch.terms)
+        return terms[0].sum / count
+
+    return model, loss, dict(assembly=assembly, scored=len(batch.terms["dllm"].rows_N))
+
+
+def usual(options, folder: Path):
+    """A plain transformers Llama, dense mask, all logits, cross entropy, weighted and divided the same."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    while not (folder / "shared").exists():
+        time.sleep(0.05)
+    shared = torch.load(folder / "shared", weights_only=False)
+    h, n = options.hidden, options.heads
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=options.vocabulary,
+            hidden_size=h,
+            intermediate_size=options.ffn,
+            num_hidden_layers=options.layers,
+            num_attention_heads=n,
+            num_key_value_heads=n,
+            max_position_embeddings=options.seq_length,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+        )
+    )
+    model.load_state_dict(llama_keys(shared["weights"], options.layers, n, h // n))
+    x_t, x_0, weight, count = (shared[key] for key in ("x_t", "x_0", "weight", "count"))
+    B, S = x_t.shape
+    mask = torch.zeros(B, 1, S, S)
+
+    def loss():
+        logits = model(input_ids=x_t, attention_mask=mask, use_cache=False).logits
+        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), x_0.flatten(), reduction="none")
+        return (nll * weight.flatten()).sum() / count
+
+    return model, loss, {}
+
+
+def llama_keys(weights: dict, layers: int, heads: int, d: int) -> dict:
+    """Our parameters under transformers' Llama names (no grouped heads): [q;k;v] per head, [gate;up]."""
+    out = {
+        "model.embed_tokens.weight": weights["embedding.word_embeddings.weight"],
+        "model.norm.weight": weights["decoder.final_layernorm.weight"],
+        "lm_head.weight": weights["output_layer.weight"],
+    }
+    for i in range(layers):
+        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
+        qkv = weights[ours + "self_attention.linear_qkv.weight"].view(heads, 3, d, -1)
+        for j, name in enumerate("qkv"):
+            out[f"{theirs}self_attn.{name}_proj.weight"] = qkv[:, j].flatten(0, 1)
+        out[theirs + "self_attn.o_proj.weight"] = weights[ours + "self_attention.linear_proj.weight"]
+        gate, up = weights[ours + "mlp.linear_fc1.weight"].chunk(2)
+        out[theirs + "mlp.gate_proj.weight"], out[theirs + "mlp.up_proj.weight"] = gate, up
+        out[theirs + "mlp.down_proj.weight"] = weights[ours + "mlp.linear_fc2.weight"]
+        out[theirs + "input_layernorm.weight"] = weights[ours + "input_layernorm.weight"]
+        out[theirs + "post_attention_layernorm.weight"] = weights[ours + "pre_mlp_layernorm.weight"]
+    return out
+
+
+def side(build, options, folder: Path, pipe) -> None:
+    """One side's process: answers every request with the seconds of one step."""
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints its arguments
+    import torch
+
+    torch.set_num_threads(options.threads)
+    model, loss, extra = build(options, folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    start_mib = peak_mib()
+    value = loss()
+    value.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    pipe.send(dict(loss=value.item(), norm=norm.item(), **extra))
+    while pipe.recv() == "step":
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        pipe.send(time.perf_counter() - start)
+    pipe.send(dict(start_mib=start_mib, peak_mib=peak_mib()))
+
+
+def train(options) -> int:
+    # spawn: neither side inherits the other's memory
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="dllm_benchmark_") as folder:
+        pipes, processes = {}, []
+        for name, build in (("ours", ours), ("usual", usual)):
+            pipes[name], there = context.Pipe()
+            processes.append(context.Process(target=side, args=(build, options, Path(folder), there), daemon=True))
+            processes[-1].start()
+            there.close()
+        try:
+            first = {name: pipe.recv() for name, pipe in pipes.items()}
+            for key in ("loss", "norm"):
+                a, b = first["ours"][key], first["usual"][key]
+                if abs(a - b) > TOLERANCE * abs(b):
+                    print(f"the two sides disagree: {key} {a} against {b}", file=sys.stderr)
+                    return 1
+            seconds = {name: [] for name in pipes}
+            for step in range(options.steps + 2):
+                for name in pipes if step % 2 else reversed(pipes):
+                    pipes[name].send("step")
+                    seconds[name].append(pipes[name].recv())
+            for pipe in pipes.values():
+                pipe.send("stop")
+            memory = {name: pipe.recv() for name, pipe in pipes.items()}
+        except EOFError:
+            print("a side of the benchmark died; its error is above.", file=sys.stderr)
+            return 1
+    report(options, first, {name: times[2:] for name, times in seconds.items()}, memory)
+    return 0
+
+
+def report(options, first, seconds, memory) -> None:
+    tokens = options.batch * options.seq_length
+    scored = first["ours"]["scored"]
+    print(
+        f"mdlm step: {options.layers} layers, width {options.hidden}, vocabulary {options.vocabulary}, "
+        f"{options.seq_length} x {options.batch} tokens, {scored} of {tokens} scored, fp32, {options.threads} threads"
+    )
+    for key, label in (("loss", "loss"), ("norm", "gradient norm")):
+        print(f"{label}: this code {first['ours'][key]:.6f}, usual way {first['usual'][key]:.6f}")
+    print("| | ms a step (median) | min | tokens/s | peak MiB | above start |")
+    print("|---|---|---|---|---|---|")
+    for name, label in (("usual", "transformers Llama, all logits"), ("ours", "this code")):
+        median, least = statistics.median(seconds[name]), min(seconds[name])
+        peak, grown = memory[name]["peak_mib"], memory[name]["peak_mib"] - memory[name]["start_mib"]
+        cells = (median * 1e3, least * 1e3, tokens / median, peak, grown)
+        print(f"| {label} | " + " | ".join(f"{cell:.0f}" for cell in cells) + " |")
+    pairs = [b / a for a, b in zip(seconds["ours"], seconds["usual"], strict=True)]
+    share = first["ours"]["assembly"] / statistics.median(seconds["ours"])
+    result = dict(
+        speedup=statistics.median(pairs),
+        speedup_of_minima=min(seconds["usual"]) / min(seconds["ours"]),
+        memory=memory["ours"]["peak_mib"] / memory["usual"]["peak_mib"],
+        batch_assembly=share,
+    )
+    print(
+        f"speed-up {result['speedup']:.2f} (minima {result['speedup_of_minima']:.2f}), peak memory "
+        f"{result['memory']:.2f}, corruption and batch assembly {100 * share:.2f} % of a step"
+    )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    options = parse()
+    sys.exit(train(options))
