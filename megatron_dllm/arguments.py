@@ -109,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             action.help = "File with a Jinja chat template; default: the tokenizer's own."
         elif action.dest == "cp_comm_type":
             action.help = "How context parallelism communicates: a2a (exchange heads) or all_gather (gather K/V)."
+        elif action.dest == "moe_paged_stash_buffer_size_factor_cuda":  # a bare % makes --help fail
+            action.help = action.help.replace("10%)", "10%%)")
     parser.set_defaults(**_defaults())
     preset = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     preset.add_argument("--model-preset")
@@ -142,7 +144,7 @@ def _defaults() -> dict:
         defaults |= dict(
             distributed_backend="gloo",
             use_cpu_initialization=True,
-            bias_swiglu_fusion=False,  # jitted kernels
+            bias_swiglu_fusion=True,  # not jitted on a CPU, but it saves less for backward
             bias_dropout_fusion=False,
             persist_layer_norm=False,
             num_workers=0,
