@@ -31,8 +31,11 @@ from megatron_dllm.parallel import RankBatch
 loss_by_level = LossByLevel()
 
 
-def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-    """One pipeline stage (or virtual chunk) of the model, with layout-independent initial weights."""
+def model_provider(
+    pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None, draw_weights=True
+):
+    """One pipeline stage (or virtual chunk) of the model, with layout-independent initial weights (without
+    `draw_weights`: memory that a checkpoint is about to fill)."""
     args = get_args()
     config = core_transformer_config_from_args(args)
     config.variable_seq_lengths = args.dllm_variable_lengths
@@ -52,7 +55,9 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
-    initialize(model, args.seed)
+    if draw_weights:
+        if draw_weights:
+        initialize(model, args.seed)
     return model
 
 

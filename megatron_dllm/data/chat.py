@@ -51,9 +51,7 @@ the word after it, so that a prompt's tokens are a prefix of the whole conversat
 PLAIN_ROLES = ("system", "user", "assistant")
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PLACEHOLDER = (
-    "PLACEHOLDERxOFxTHExANSWER"  # in place of a turn's content, shows what a template puts after it
-)
+_PLACEHOLDER = "PLACEHOLDERxOFxTHExANSWER"  # in place of a turn's content, shows what a template puts after it
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in the characters of the rendered text
@@ -101,9 +99,7 @@ def check_messages(messages: Any, training: bool = True) -> None:
     """Raises ValueError unless `messages` is a list of {"role": str, "content": str, ...}; for `training` one
     of them must be the assistant's."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(
-            f"A conversation must be a non-empty list of messages, but this one is {_short(messages)}."
-        )
+        raise ValueError(f"A conversation must be a non-empty list of messages, but this one is {_short(messages)}.")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(
@@ -121,13 +117,9 @@ def check_messages(messages: Any, training: bool = True) -> None:
 class _Script:
     """A rendered conversation: its text, and where in the text each assistant turn stands."""
 
-    def __init__(
-        self, messages: Sequence[Message], tokenizer, template: str | None, generation_prompt: bool = False
-    ):
+    def __init__(self, messages: Sequence[Message], tokenizer, template: str | None, generation_prompt: bool = False):
         if tokenizer.eos_id is None:
-            raise ValueError(
-                "The tokenizer has no EOS token, which must end assistant turns: use one that has it."
-            )
+            raise ValueError("The tokenizer has no EOS token, which must end assistant turns: use one that has it.")
         self.tokenizer = tokenizer
         self.template = template or tokenizer.chat_template or PLAIN_TEMPLATE
         self.tagged = _GENERATION_TAG.search(self.template) is not None
@@ -259,9 +251,7 @@ class _Script:
         encoded = tokenise(self.text, return_offsets_mapping=with_offsets)
         ids = list(encoded["input_ids"])
         mask = [False] * len(ids)
-        if (
-            with_offsets
-        ):  # as transformers' return_assistant_tokens_mask: a token that touches the span belongs to it
+        if with_offsets:  # as transformers' return_assistant_tokens_mask: a token that touches the span belongs to it
             for k, (first, last) in enumerate(encoded["offset_mapping"]):
                 mask[k] = any(first < stop and last > start for start, stop in supervised)
             return ids, mask

@@ -140,16 +140,12 @@ def pad_sample(sample: Sample, length: int, pad_id: int, supervise: bool) -> Sam
     """
     missing = length - len(sample)
     if missing < 0:
-        raise ValueError(
-            f"Sample {sample.index} has {len(sample)} tokens and cannot be padded to {length}: cut it."
-        )
+        raise ValueError(f"Sample {sample.index} has {len(sample)} tokens and cannot be padded to {length}: cut it.")
     if missing == 0:
         return sample
     document, position = PADDING_DOCUMENT, torch.zeros(missing, dtype=torch.int64)
     if supervise:
-        document, start = (
-            (int(sample.document_S[-1]), int(sample.position_S[-1]) + 1) if len(sample) else (0, 0)
-        )
+        document, start = (int(sample.document_S[-1]), int(sample.position_S[-1]) + 1) if len(sample) else (0, 0)
         if document == PADDING_DOCUMENT:
             raise ValueError(
                 f"Sample {sample.index} already ends in unsupervised padding: pad it in one way or the other."

@@ -56,17 +56,13 @@ def parse(origin: str, record: Record, keys: Sequence[str]) -> list[str]:
         try:
             record = json.loads(record)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{origin}: not valid JSON ({error.msg}); one object a line is needed."
-            ) from error
+            raise ValueError(f"{origin}: not valid JSON ({error.msg}); one object a line is needed.") from error
         if not isinstance(record, dict):
             raise ValueError(f"{origin}: a JSON object is needed, this is a {type(record).__name__}.")
     for key in keys:
         if not isinstance(record.get(key), str):
             found = type(record[key]).__name__ if key in record else "nothing"
-            raise ValueError(
-                f"{origin}: key '{key}' must hold a string, there is {found}; check --json-keys."
-            )
+            raise ValueError(f"{origin}: key '{key}' must hold a string, there is {found}; check --json-keys.")
     return [record[key] for key in keys]
 
 
@@ -80,9 +76,7 @@ def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[tuple[str, Record]
         raise ValueError(f"{path} is not a parquet file ({error}).") from error
     missing = [key for key in keys if key not in table.schema_arrow.names]
     if missing:
-        raise ValueError(
-            f"{path} has columns {table.schema_arrow.names} but no '{missing[0]}'; check --json-keys."
-        )
+        raise ValueError(f"{path} has columns {table.schema_arrow.names} but no '{missing[0]}'; check --json-keys.")
     row = 0
     for batch in table.iter_batches(columns=list(keys)):
         for record in batch.to_pylist():

@@ -75,9 +75,7 @@ class Blend:
         if weights is None:
             weights = [len(dataset) for dataset in datasets]
         if len(weights) != len(datasets):
-            raise ValueError(
-                f"The blend has {len(datasets)} data sets but {len(weights)} weights; give one each."
-            )
+            raise ValueError(f"The blend has {len(datasets)} data sets but {len(weights)} weights; give one each.")
         self.datasets = list(datasets)
         counts = _cycle_counts(weights)
         place = [(2 * np.arange(count) + 1) / (2 * count) for count in counts]
@@ -106,13 +104,9 @@ class Blend:
 def _cycle_counts(weights: Sequence[float]) -> list[int]:
     """How often each data set occurs in a cycle: the shortest exact cycle, or 2**20 positions rounded."""
     try:
-        exact = [
-            Fraction(Decimal(str(weight))) for weight in weights
-        ]  # 0.3 is 3/10, not its binary neighbour
+        exact = [Fraction(Decimal(str(weight))) for weight in weights]  # 0.3 is 3/10, not its binary neighbour
     except (InvalidOperation, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"Blend weights {list(weights)} are not all finite numbers; correct them."
-        ) from error
+        raise ValueError(f"Blend weights {list(weights)} are not all finite numbers; correct them.") from error
     if min(exact) <= 0:
         raise ValueError(f"Blend weights {list(weights)} must be positive; leave a data set out instead.")
     scale = lcm(*(weight.denominator for weight in exact))

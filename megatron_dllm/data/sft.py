@@ -132,12 +132,8 @@ class Parquet:
     def _group(self, group: int):
         file = self._open()
         if group not in self._cache:
-            self._cache[group] = file.read_row_group(group, columns=[self.column], use_threads=False).column(
-                0
-            )
-            while (
-                len(self._cache) > 1 and sum(c.nbytes for c in self._cache.values()) > _ROW_GROUP_CACHE_BYTES
-            ):
+            self._cache[group] = file.read_row_group(group, columns=[self.column], use_threads=False).column(0)
+            while len(self._cache) > 1 and sum(c.nbytes for c in self._cache.values()) > _ROW_GROUP_CACHE_BYTES:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(group)
         return self._cache[group]
@@ -149,9 +145,7 @@ class Parquet:
             try:
                 self._file = pyarrow.parquet.ParquetFile(self.path, memory_map=True)
             except pyarrow.ArrowInvalid as error:
-                raise ValueError(
-                    f"{self.path} is not a parquet file ({error}): convert or remove it."
-                ) from error
+                raise ValueError(f"{self.path} is not a parquet file ({error}): convert or remove it.") from error
             self._cache, self._process = OrderedDict(), os.getpid()
         return self._file
 
@@ -266,9 +260,7 @@ def build_chat(args, tokenizer) -> tuple[ChatDataset, ChatDataset | None, ChatDa
     train = ChatDataset(args.sft_data_path, seed=args.seed, **options)
     if args.sft_valid_data_path:
         if args.split is not None:
-            raise ValueError(
-                "--split and --sft-valid-data-path both define validation data: give one of them."
-            )
+            raise ValueError("--split and --sft-valid-data-path both define validation data: give one of them.")
         return train, ChatDataset(args.sft_valid_data_path, seed=_VALIDATION_SEED, **options), None
     if args.split is None:
         return train, None, None
@@ -295,9 +287,7 @@ def split_items(split: str, count: int) -> list[range | None]:
     parts = [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
     for name, weight, part in zip(("training", "validation", "test"), weights, parts, strict=True):
         if weight and not part:
-            raise ValueError(
-                f"--split {split} leaves no {name} data of {count} conversations: give it more weight."
-            )
+            raise ValueError(f"--split {split} leaves no {name} data of {count} conversations: give it more weight.")
     return [part if weight else None for weight, part in zip(weights, parts, strict=True)]
 
 
@@ -311,9 +301,7 @@ def _read_template(path: str | None) -> str | None:
     if path is None:
         return None
     if not os.path.isfile(path):
-        raise ValueError(
-            f"The chat template {path} does not exist: --chat-template takes the path of a Jinja file."
-        )
+        raise ValueError(f"The chat template {path} does not exist: --chat-template takes the path of a Jinja file.")
     return Path(path).read_text(encoding="utf-8")
 
 
@@ -321,6 +309,4 @@ def _progress(path: str):
     from tqdm import tqdm
 
     size = os.path.getsize(path)
-    return tqdm(
-        total=size, unit="B", unit_scale=True, desc=f"scan {path}", disable=size < _SHOW_PROGRESS_BYTES
-    )
+    return tqdm(total=size, unit="B", unit_scale=True, desc=f"scan {path}", disable=size < _SHOW_PROGRESS_BYTES)

@@ -64,9 +64,7 @@ class PackedText:
         self.documents = range(len(boundaries) - 1) if documents is None else documents
         first, last = self.documents.start, self.documents.stop
         if self.documents.step != 1 or not 0 <= first <= last < len(boundaries):
-            raise ValueError(
-                f"{prefix} has {len(boundaries) - 1} documents, of which {documents} is no range."
-            )
+            raise ValueError(f"{prefix} has {len(boundaries) - 1} documents, of which {documents} is no range.")
         self._starts = boundaries[first:last]
         self._lengths = np.diff(boundaries[first : last + 1])
         self.tokens_per_epoch = int(self._lengths.sum())
@@ -152,8 +150,7 @@ def open_corpus(prefix: str) -> IndexedDataset:
     expected = int(_token_offsets(corpus)[-1]) * DType.size(corpus.index.dtype)
     if os.path.getsize(get_bin_path(prefix)) != expected:
         raise ValueError(
-            f"{get_bin_path(prefix)} is not the {expected} bytes that its .idx describes; "
-            "preprocess the corpus again."
+            f"{get_bin_path(prefix)} is not the {expected} bytes that its .idx describes; preprocess the corpus again."
         )
     return corpus
 
@@ -199,9 +196,7 @@ def check_token_ids(prefix: str, vocab_size: int, mask_id: int | None = None) ->
             )
 
 
-def build_text(
-    args: argparse.Namespace, tokenizer: Tokenizer
-) -> tuple[Samples | None, Samples | None, Samples | None]:
+def build_text(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Samples | None, Samples | None, Samples | None]:
     """Training, validation and test text from Megatron's data flags; None for a split that is not there.
 
     Reads data_path with split, or {train,valid,test}_data_path, or the two *_data_args_path files; seed;
@@ -279,9 +274,7 @@ def _blend(paths: list[str]) -> tuple[list[str], list[float] | None]:
     try:
         return get_blend_from_list(paths)
     except AssertionError as error:
-        raise ValueError(
-            f"Data paths {paths} have a weight for some only; give one to each or none."
-        ) from error
+        raise ValueError(f"Data paths {paths} have a weight for some only; give one to each or none.") from error
 
 
 def _shares(split: str) -> list[tuple[float, float] | None]:

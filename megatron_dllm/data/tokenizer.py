@@ -101,9 +101,7 @@ class SentencePiece(Tokenizer):
         except (RuntimeError, OSError) as error:
             raise ValueError(f"{path} is not a SentencePiece model: {error}.") from error
         self._model = model
-        eos_id, pad_id, bos_id = (
-            i if i >= 0 else None for i in (model.eos_id(), model.pad_id(), model.bos_id())
-        )
+        eos_id, pad_id, bos_id = (i if i >= 0 else None for i in (model.eos_id(), model.pad_id(), model.bos_id()))
         mask_id = None
         for piece in _MASK_PIECES:  # piece_to_id answers the id of <unk> for what it does not know
             if mask_id is None and model.id_to_piece(model.piece_to_id(piece)) == piece:
@@ -134,9 +132,7 @@ class HuggingFace(Tokenizer):
         from transformers import AutoTokenizer
 
         try:
-            hf = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, use_fast=fast, trust_remote_code=trust
-            )
+            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=fast, trust_remote_code=trust)
         except Exception as error:  # transformers raises anything from OSError to KeyError
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(

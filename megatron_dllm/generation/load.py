@@ -3,9 +3,7 @@
 Architecture, tokenizer, mode and mask token are the checkpoint's own: there is one source for them.
 """
 
-import contextlib
 import os
-import socket
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import torch
 
 from megatron_dllm.checkpoint import TRACKER, check_complete, iteration_folder, saved_arguments
 from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_dllm.launch import default_to_one_process
 from megatron_dllm.validation import check_mask_token
 
 # What described the training run's layout, data and bookkeeping, and has no meaning for one that only reads weights.
@@ -193,10 +192,10 @@ def build(plan: Plan) -> Loaded:
 
     args = plan.args
     fixes.install()
-    _complete_environment()
+    default_to_one_process()
     set_global_variables(args, build_tokenizer=False)
     initialize_megatron(allow_no_cuda=not torch.cuda.is_available(), get_embedding_ranks=embedding_ranks)
-    model = model_provider().cuda()
+    model = model_provider(draw_weights=False).cuda()
     wrapped = Float16Module(model.config, model) if args.bf16 or args.fp16 else model
     metadata = dist_checkpointing.load_content_metadata(plan.folder)
     # what the model lacks (optimizer, random state) may stay in the file; what the file lacks is an error
@@ -204,13 +203,3 @@ def build(plan: Plan) -> Loaded:
     state = dist_checkpointing.load(dict(model=model.sharded_state_dict(metadata=metadata)), plan.folder, strict=strict)
     model.load_state_dict(state["model"])
     return Loaded(wrapped.eval(), plan.tokenizer, args)
-
-
-def _complete_environment() -> None:
-    """What a launcher would have set, where it has not."""
-    with contextlib.closing(socket.socket()) as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    defaults = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    for name, value in (defaults | dict(MASTER_PORT=str(port))).items():
-        os.environ.setdefault(name, value)

@@ -71,15 +71,18 @@ class WeightedNLL(torch.autograd.Function):
         if need_weight:
             # a rank without scored rows still contributes a (zero) gradient to the reductions
             grad_weight = torch.zeros_like(weight_VD) if grad_weight is None else grad_weight.to(weight_VD.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        # Not save_for_backward: it would keep a reference, and autograd copy what it could otherwise take over.
+        ctx.gradients = (grad_hidden, grad_weight)
         ctx.mark_non_differentiable(nll_N)
         return torch.dot(nll_N, weights_N), nll_N
 
     @staticmethod
     def backward(ctx, upstream, _):
-        scale = lambda grad: None if grad is None else grad.mul_(upstream.to(grad.dtype))
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return scale(grad_hidden), scale(grad_weight), None, None, None, None, None
+        if ctx.gradients is None:
+            raise RuntimeError("the gradient of WeightedNLL exists once: a second backward would need a new forward.")
+        gradients, ctx.gradients = ctx.gradients, None
+        hidden, weight = (g if g is None else g.mul_(upstream.to(g.dtype)) for g in gradients)
+        return hidden, weight, None, None, None, None, None
 
 
 def _combine(lse_local, target, group):

@@ -11,6 +11,7 @@ import torch
 
 from megatron_dllm.noise import hashed_seed
 
+_ROWS_AT_ONCE = 1024
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -96,11 +97,13 @@ def _draw_matrix(model, name: str, parameter: torch.Tensor, seed: int) -> None:
     limit = model.true_vocab_size if name in _VOCABULARY else None
     generator = torch.Generator()
     drawn = torch.empty(width, dtype=torch.float32)
-    out = torch.zeros(parameter.shape, dtype=torch.float32)
     base = hashed_seed(seed, "weights", full_name)
-    for i, row in enumerate(held_rows(model, name, parameter).tolist()):
-        if limit is not None and row >= limit:
-            continue  # padding rows stay zero
-        generator.manual_seed(hashed_seed(base, row))
-        out[i] = drawn.normal_(0.0, std, generator=generator)[columns]
-    parameter.copy_(out)
+    rows = held_rows(model, name, parameter).tolist()
+    for start in range(0, len(rows), _ROWS_AT_ONCE):  # never a second copy of the whole parameter
+        block = torch.zeros(min(_ROWS_AT_ONCE, len(rows) - start), parameter.shape[1])
+        for i, row in enumerate(rows[start : start + _ROWS_AT_ONCE]):
+            if limit is not None and row >= limit:
+                continue  # padding rows stay zero
+            generator.manual_seed(hashed_seed(base, row))
+            block[i] = drawn.normal_(0.0, std, generator=generator)[columns]
+        parameter[start : start + len(block)] = block
