@@ -18,6 +18,7 @@ setup(
         "tqdm",
         "pyarrow",  # parquet chat data
         "einops",
+        "psutil",  # megatron.core's checkpoint writer
     ],
     extras_require={
         "test": ["pytest", "hypothesis", "ruff"],
