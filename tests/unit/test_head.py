@@ -137,7 +137,7 @@ def test_backward_twice_is_an_error_and_not_a_wrong_gradient():
     hidden, weight, targets, weights = problem(9, 41)
     loss, _ = WeightedNLL.apply(hidden, weight, targets, weights, OneRank(), 41, 4)
     (loss * 3).backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace operation|second backward"):
         (loss * 3).backward()
 
 
