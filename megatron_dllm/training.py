@@ -56,7 +56,6 @@ def model_provider(
         pg_collection=pg_collection,
     )
     if draw_weights:
-        if draw_weights:
         initialize(model, args.seed)
     return model
 

@@ -33,9 +33,7 @@ _worker_tokenizer: Tokenizer
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .txt or .parquet")
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX_{key}_document.bin and .idx")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="fields or columns to tokenize")
@@ -71,9 +69,7 @@ def tokenize(documents: Iterable[tuple[str, Record]]) -> list[list[np.ndarray]]:
     return done
 
 
-def tokenized(
-    args: argparse.Namespace, documents: Iterator[tuple[str, Record]]
-) -> Iterator[list[np.ndarray]]:
+def tokenized(args: argparse.Namespace, documents: Iterator[tuple[str, Record]]) -> Iterator[list[np.ndarray]]:
     """Ids of all documents in order; reads only a little ahead of what has been written."""
     if args.workers == 1:
         start_worker(args)

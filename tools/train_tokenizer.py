@@ -19,9 +19,7 @@ _SMALLEST_WITH_BYTES = 512  # 256 bytes leave room for as many other pieces
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .txt or .parquet")
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX.model")
     parser.add_argument("--vocab-size", type=int, required=True)
