@@ -95,8 +95,14 @@ def check_before_loading(args) -> None:
     fine_tunes = args.finetune  # weights only: another objective may continue them
     names = [*_SHAPE, "vocab_size"] + ([] if fine_tunes else ["dllm_mode", "dllm_mask_token_id"])
     for name in names:
-        theirs, ours = getattr(saved, name, None), getattr(args, name, None)
+        theirs, ours = _value(saved, name), _value(args, name)
         if theirs != ours:
             flag = "--" + name.replace("_", "-")
             hint = " (or --finetune, to start a new objective from its weights)" if name.startswith("dllm") else ""
             raise ValueError(f"{folder} was trained with {flag} {theirs}, this run has {ours}: use the same{hint}.")
+
+
+def _value(args: Namespace, name: str):
+    if name == "num_query_groups" and not args.group_query_attention:
+        return args.num_attention_heads  # Megatron writes that into its arguments, but only while it trains
+    return getattr(args, name, None)

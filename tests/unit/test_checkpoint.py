@@ -1,0 +1,39 @@
+"""A checkpoint agrees with the run that wrote it, whatever Megatron has written into the arguments meanwhile."""
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_dllm import checkpoint
+
+
+def arguments(**changes) -> Namespace:
+    usual = dict(
+        load="runs/a", save="runs/a", ckpt_step=None, finetune=False, num_attention_heads=6, vocab_size=8,
+        num_query_groups=1, group_query_attention=False,
+    )  # fmt: skip
+    return Namespace(**usual | changes)
+
+
+@pytest.fixture
+def load(monkeypatch):
+    def run(saved: Namespace, args: Namespace) -> None:
+        monkeypatch.setattr(checkpoint, "iteration_folder", lambda *_: "runs/a/iter_0000001")
+        monkeypatch.setattr(checkpoint, "check_complete", lambda _: None)
+        monkeypatch.setattr(checkpoint, "saved_arguments", lambda _: saved)
+        checkpoint.check_before_loading(args)
+
+    return run
+
+
+def test_attention_without_query_groups_resumes(load):
+    """Megatron sets num_query_groups to the number of heads while it trains; before, it is 1."""
+    load(arguments(num_query_groups=6), arguments())
+
+
+def test_query_groups_must_agree(load):
+    grouped = arguments(group_query_attention=True, num_query_groups=3)
+    load(grouped, grouped)
+    for other in (arguments(), arguments(group_query_attention=True, num_query_groups=2)):
+        with pytest.raises(ValueError, match="--num-query-groups 3"):
+            load(grouped, other)
