@@ -14,8 +14,8 @@ use_environment ""
 export TOKENIZERS_PARALLELISM=false
 
 DIR="${QUICKSTART_DIR:-runs/quickstart}"
-ITERATIONS=400
-HALF=200
+ITERATIONS=1200
+HALF=600
 mkdir -p "$DIR"
 
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
@@ -39,12 +39,13 @@ TRAINING=(
   --dllm-mode mdlm
   --tensor-model-parallel-size "$PROCESSES"
   --num-layers 4 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6 --seq-length 128
+  --add-qkv-bias --rotary-base 100 --init-method-std 0.07
   --tokenizer-type SentencePieceTokenizer --tokenizer-model "$DIR/tokenizer.model"
   --make-vocab-size-divisible-by 8
   --data-path "$DIR/docs_text_document" --split 90,10,0
-  --micro-batch-size 32 --global-batch-size 32 --train-iters "$ITERATIONS"
-  --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1
-  --log-interval 20 --eval-interval 100 --eval-iters 20
+  --micro-batch-size 8 --global-batch-size 8 --train-iters "$ITERATIONS"
+  --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.98
+  --log-interval 50 --eval-interval 300 --eval-iters 80
   --save "$DIR/checkpoints" --load "$DIR/checkpoints" --save-interval "$HALF"
 )
 
@@ -57,7 +58,8 @@ train() {
     sed -nuE -e 's/^ *\[.*iteration +([0-9]+)\/ *([0-9]+) .*elapsed time per iteration \(ms\): ([0-9.]+).* \| loss: ([^ ]+).*/iteration \1 of \2: loss \4, \3 ms/p' \
       -e 's/^ *(validation loss at iteration [0-9]+).*\| loss value: ([^ ]+) .*/\1: \2/p' \
       -e 's/^.*(successfully (saved|loaded) checkpoint.*) \[.*/\1/p'; then
-    tail -n 30 "$DIR/training.log"
+    grep -E "^(\[rank[0-9]+\]: )?(pretrain_dllm.py: error|[A-Za-z.]*(Error|Exception)):" "$DIR/training.log" |
+      grep -v ChildFailedError | tail -n 3 >&2 || true
     echo "Training failed: all of its output is in $DIR/training.log" >&2
     exit 1
   fi
@@ -85,3 +87,9 @@ awk -v bound="$bound" '
       bound < unigram ? "it uses context" : "something is wrong"
     exit !(bound < unigram)
   }' "$DIR/unigram.txt"
+
+step "Filling in gaps"
+python tools/generate.py --load "$DIR/checkpoints" --infill --steps 12 \
+  --prompt 'The [MASK:1] statement is used [MASK:6] the value of [MASK:2].' \
+  --prompt 'If the object does not [MASK:3], a [MASK:4] exception is raised.' \
+  --prompt 'object.__add__(self, [MASK:3])' 2>/dev/null

@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=1
 exec torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_dllm.py \
   --dllm-mode mdlm \
   --num-layers 4 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6 --seq-length 256 \
-  --max-position-embeddings 256 --make-vocab-size-divisible-by 8 \
+  --add-qkv-bias --rotary-base 100 --make-vocab-size-divisible-by 8 \
   --tokenizer-type SentencePieceTokenizer --tokenizer-model "$BASE/tokenizer.model" \
   --sft-data-path "$CHAT" --dllm-padding ignore \
   --micro-batch-size 8 --global-batch-size 16 --train-iters 20 \
