@@ -40,8 +40,8 @@ class WeightedNLL(torch.autograd.Function):
             if padding:
                 logits[:, V - padding :] = torch.finfo(torch.float32).min
             owned = (y >= 0) & (y < V)
-            owned_rows, owned_y = owned.nonzero()[:, 0], y[owned]
-            target = logits.new_zeros(h.shape[0]).index_copy_(0, owned_rows, logits[owned_rows, owned_y])
+            y = y.clamp(0, V - 1)  # where not owned: any column, with weight 0 (no data-dependent shapes on a GPU)
+            target = logits.gather(1, y[:, None])[:, 0].masked_fill(~owned, 0.0)
             # softmax in place; its normaliser is at least 1, the maximum's own term
             maximum = logits.max(dim=-1).values
             probabilities = logits.sub_(maximum[:, None]).exp_()
@@ -52,12 +52,11 @@ class WeightedNLL(torch.autograd.Function):
             if not (need_hidden or need_weight):
                 continue
             scale = w * torch.exp(lse_local - lse) / total
-            minus_w = -w[owned_rows]
+            minus_w = -w.masked_fill(~owned, 0.0)[:, None]
             probabilities = probabilities.to(h.dtype)
             if need_hidden:
                 partial = (probabilities @ weight_VD).mul_(scale[:, None])
-                partial.index_add_(0, owned_rows, minus_w[:, None].to(h.dtype) * weight_VD[owned_y])
-                grad_hidden[rows] = partial
+                grad_hidden[rows] = partial.add_(weight_VD[y].mul_(minus_w))
             if need_weight:
                 scaled = (h * scale[:, None]).to(h.dtype)
                 if grad_weight is None:
@@ -66,7 +65,7 @@ class WeightedNLL(torch.autograd.Function):
                     grad_weight.addmm_(probabilities.t(), scaled)
                 else:
                     grad_weight += probabilities.t() @ scaled
-                grad_weight.index_add_(0, owned_y, (h[owned_rows] * minus_w[:, None]).float())
+                grad_weight.index_add_(0, y, (h * minus_w).float())
             del logits, probabilities
         if need_weight:
             # a rank without scored rows still contributes a (zero) gradient to the reductions

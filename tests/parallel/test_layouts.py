@@ -165,6 +165,21 @@ def test_mixture_of_experts(family, name):
     family("chat", "--model-preset tiny-moe").check(*MIXTURE_OF_EXPERTS[name])
 
 
+@pytest.mark.parametrize("name", ("DP2 EP2", "TP2 SP EP2 ETP1", "PP2", "CP2"))
+def test_auxiliary_loss_of_experts(family, name):
+    """With the balancing loss (the naive reference leaves it out). It is a mean over micro-batches by definition,
+    so only layouts with the same micro-batches agree."""
+    aux = family("chat", "--model-preset tiny-moe --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss")
+    plain = family("chat", "--model-preset tiny-moe").reference
+    assert abs(aux.reference["grad_norms"][0] - plain["grad_norms"][0]) > 1e-4
+    aux.check(*MIXTURE_OF_EXPERTS[name], gradients=False)
+
+
+@pytest.mark.parametrize("name", ("TP2 SP", "TP4", "PP2"))
+def test_fewer_key_value_groups_than_ranks(family, name):
+    family("text", "--num-query-groups 2").check(*LAYOUTS[name])
+
+
 @pytest.mark.parametrize("name", ("DP2", "TP2 SP", "PP2", "CP2 a2a"))
 @pytest.mark.parametrize("padding", ("supervise", "block fill", "noise count"))
 def test_other_objectives(family, padding, name):
