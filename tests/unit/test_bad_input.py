@@ -69,7 +69,7 @@ FLAGS = {
     "--model-preset nosuch": "unknown --model-preset 'nosuch': choose one of tiny, tiny-moe",
     "--calculate-per-token-loss": "--calculate-per-token-loss cannot be used",
     "--use-checkpoint-args": "--use-checkpoint-args cannot be used: give the model's flags again",
-    "--window-size 8 0": "--window-size cannot be used",
+    "--window-size 8,0": "--window-size cannot be used",
     "--rotary-interleaved": "only plain rotary embeddings",
     "--rampup-batch-size 2 2 100": "--step-batch-size-schedule",
     "--dllm-cross-document-attention": "has no effect on chat data",
