@@ -66,7 +66,7 @@ _REFUSED = {
     "qk_clip": "Megatron implements it in its own core attention, which is replaced here.",
     "log_max_attention_logit": "Megatron implements it in its own core attention, which is replaced here.",
     "rotary_interleaved": "only plain rotary embeddings are implemented (--rotary-base, --rotary-percent).",
-    "use_checkpoint_args": "give the model's flags again; they are checked against the checkpoint.",
+    "rotary_seq_len_interpolation_factor": "only plain rotary embeddings are implemented (see --rotary-base).",
     "use_rope_scaling": "only plain rotary embeddings are implemented (--rotary-base, --rotary-percent).",
     "rope_type": "only plain rotary embeddings are implemented (--rotary-base, --rotary-percent).",
     "mrope_section": "only plain rotary embeddings are implemented (--rotary-base, --rotary-percent).",
