@@ -14,8 +14,8 @@ use_environment ""
 export TOKENIZERS_PARALLELISM=false
 
 DIR="${QUICKSTART_DIR:-runs/quickstart}"
-ITERATIONS=1200
-HALF=600
+ITERATIONS=1600
+HALF=800
 mkdir -p "$DIR"
 
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
@@ -44,8 +44,8 @@ TRAINING=(
   --make-vocab-size-divisible-by 8
   --data-path "$DIR/docs_text_document" --split 90,10,0
   --micro-batch-size 8 --global-batch-size 8 --train-iters "$ITERATIONS"
-  --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.98
-  --log-interval 50 --eval-interval 300 --eval-iters 80
+  --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 100 --weight-decay 0.1 --adam-beta2 0.98
+  --log-interval 50 --eval-interval 400 --eval-iters 80
   --save "$DIR/checkpoints" --load "$DIR/checkpoints" --save-interval "$HALF"
 )
 
