@@ -16,7 +16,7 @@ WORKDIR /opt/megatron_dllm
 COPY . .
 
 # An environment on top of the image's packages, the one that quickstart.sh and tests/run.sh look for.
-RUN source examples/environment.sh \
+RUN . examples/environment.sh \
     && VENV_OPTIONS=--system-site-packages PIP_OPTIONS="--no-cache-dir -c /etc/megatron_dllm_keep.txt" \
        use_environment test
 ENV VIRTUAL_ENV=/opt/megatron_dllm/.venv \
