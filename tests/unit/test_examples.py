@@ -1,0 +1,232 @@
+"""Nothing that README, docs and examples tell people to run has rotted: flags exist, files exist, layouts are legal.
+
+The launch scripts are run with a `torchrun` that only writes down how it was called; what it was to run is then
+parsed and checked as the program itself would, GPU scripts included.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LAUNCHERS = sorted((ROOT / "examples").glob("*/*.sh"))
+SHELL = [*sorted((ROOT / "examples").rglob("*.sh")), *(ROOT / "examples").rglob("*.sbatch"), ROOT / "tests/run.sh"]
+
+_RECORD = """#!/usr/bin/env python
+import json, os, sys
+with open(os.environ["RECORD"], "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+"""
+
+# Parses command lines in one process (imports take seconds); prints one JSON line for each: an error, or null.
+_PARSE = """
+import contextlib, io, json, os, sys
+import megatron_dllm
+from megatron_dllm.arguments import parse_arguments
+from megatron.training import training
+
+for line in sys.stdin:
+    case = json.loads(line)
+    os.environ.update(WORLD_SIZE=str(case["processes"]), LOCAL_WORLD_SIZE=str(case["processes"]), RANK="0")
+    sys.argv = ["pretrain_dllm.py", *case["argv"]]
+    error, output = None, io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            parse_arguments()
+        except (Exception, SystemExit) as e:
+            error = f"{type(e).__name__}: {e}: {output.getvalue()[-500:]}"
+        training.destroy_global_state()
+    print("RESULT", json.dumps(error))
+"""
+
+
+def parse(cases: list[dict]) -> list[str | None]:
+    done = subprocess.run(
+        [sys.executable, "-c", _PARSE],
+        input="".join(json.dumps(case) + "\n" for case in cases),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """A SentencePiece model and a Hugging Face folder, both with a mask token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizers")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    tool = [sys.executable, "tools/train_tokenizer.py", "--vocab-size", "34"]
+    subprocess.run(
+        [*tool, "--input", folder / "text.txt", "--output-prefix", folder / "tokenizer"], cwd=ROOT, check=True
+    )
+    words = {"<unk>": 0, "<eos>": 1, "<mask>": 2, "a": 3}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
+        eos_token="<eos>",
+        mask_token="<mask>",
+        unk_token="<unk>",
+    ).save_pretrained(folder / "hf")
+    return {"sp": str(folder / "tokenizer.model"), "hf": str(folder / "hf")}
+
+
+@pytest.fixture
+def torchrun(tmp_path, monkeypatch):
+    """Puts the recording torchrun on PATH; returns what runs a script and lists the recorded calls."""
+    stub = tmp_path / "bin" / "torchrun"
+    stub.parent.mkdir()
+    stub.write_text(_RECORD.replace("/usr/bin/env python", sys.executable))
+    stub.chmod(0o755)
+    record = tmp_path / "calls"
+    monkeypatch.setenv(
+        "PATH", f"{stub.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    monkeypatch.setenv("RECORD", str(record))
+
+    def run(command: list, **environment) -> list[list[str]]:
+        subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True, timeout=60, capture_output=True)
+        return [json.loads(line) for line in record.read_text().splitlines()]
+
+    return run
+
+
+def case(call: list[str], tokenizer_of: dict) -> dict:
+    """What a call of torchrun trains: (processes, flags), with a tokenizer that exists."""
+    program = call.index("pretrain_dllm.py")
+    launcher, argv = call[:program], call[program + 1 :]
+    nodes = int(launcher[launcher.index("--nnodes") + 1]) if "--nnodes" in launcher else 1
+    if "--tokenizer-model" in argv:
+        kind = argv[argv.index("--tokenizer-type") + 1]
+        argv[argv.index("--tokenizer-model") + 1] = tokenizer_of["hf" if kind == "HuggingFaceTokenizer" else "sp"]
+    return dict(processes=nodes * int(launcher[launcher.index("--nproc-per-node") + 1]), argv=argv)
+
+
+@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda path: path.name)
+def test_launch_script_is_a_legal_command(script, torchrun, tokenizers, tmp_path):
+    calls = torchrun(["bash", str(script)], CHAT=str(tmp_path / "chat.jsonl"))
+    (error,) = parse([case(calls[-1], tokenizers)])
+    assert error is None
+
+
+def test_slurm_script_starts_the_rendezvous_of_all_nodes(torchrun, tokenizers, tmp_path):
+    # what SLURM provides: srun runs its command once here, as node 1 of 8
+    commands = dict(
+        srun='while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        scontrol='[ "$1" = show ] && echo node0 || true',
+        scancel="true",
+    )
+    for name, body in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = dict(
+        SLURM_JOB_ID="12345",
+        SLURM_JOB_NODELIST="node[0-7]",
+        SLURM_NNODES="8",
+        SLURM_NODEID="1",
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SAVE=str(tmp_path / "run"),
+    )
+    (call,) = torchrun(["bash", "examples/slurm/pretrain.sbatch"], **environment)
+    launcher = call[: call.index("pretrain_dllm.py")]
+    assert launcher[launcher.index("--rdzv-endpoint") + 1] == "node0:22345"
+    assert launcher[launcher.index("--rdzv-conf") + 1] == "is_host=0"
+    described = case(call, tokenizers)
+    assert described["processes"] == 64 and "--exit-signal-handler" in described["argv"]
+    assert parse([described]) == [None]
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
+def test_shell_scripts_parse(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+# --- what the documents say ---------------------------------------------------------------------------------------
+
+
+def commands(document: Path) -> list[str]:
+    """Lines of the ```bash blocks, continued ones joined, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", document.read_text(), re.S)
+    lines = re.sub(r"\\\n\s*", " ", "\n".join(blocks)).splitlines()
+    return [line for line in (re.sub(r"(^|\s)# .*", "", line).strip() for line in lines) if line]
+
+
+COMMANDS = [(document.name, command) for document in DOCUMENTS for command in commands(document)]
+
+
+def test_the_readme_has_commands():
+    assert len([name for name, _ in COMMANDS if name == "README.md"]) > 3
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_files_that_exist(document):
+    text = document.read_text()
+    named = re.findall(r"`((?:megatron_dllm|tools|examples|tests|docs)/[\w./-]*)`", text)
+    named += re.findall(r"(?<![\w/])((?:tools|examples|tests)/[\w/.-]+\.(?:py|sh|sbatch))", text)
+    named += [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    for name in named:
+        assert (ROOT / name).exists() or (document.parent / name).exists(), f"{document.name} names {name}"
+
+
+def help_of(program: str) -> str:
+    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_documents_use_flags_that_exist():
+    """In commands, flags of the program that is called; in prose, flags of any program."""
+    programs = [ROOT / "pretrain_dllm.py", *sorted((ROOT / "tools").glob("*.py"))]
+    known = {p.name: set(re.findall(r"--[a-z][\w-]+", help_of(str(p)))) for p in programs}
+    known["unigram_entropy.py"] = set(re.findall(r"--[a-z][\w-]+", help_of("examples/unigram_entropy.py")))
+    for name, command in COMMANDS:
+        words = command.split()
+        program = next((Path(w).name for w in words if Path(w).name in known), None)
+        if program is None and any(w.startswith("examples/mdlm/") for w in words):
+            program = "pretrain_dllm.py"
+        if program is None:
+            continue
+        start = next(i for i, w in enumerate(words) if Path(w).name == program or w.startswith("examples/mdlm/"))
+        for flag in (w.split("=")[0] for w in words[start:] if w.startswith("--")):
+            assert flag in known[program], f"{name}: {program} has no {flag} ({command})"
+    anything = set().union(*known.values())
+    for document in DOCUMENTS:
+        prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
+        for flag in re.findall(r"`(--[a-z][\w-]+)", prose):
+            assert flag in anything, f"{document.name} names {flag}"
+
+
+def test_python_docs_chat_is_chat_data(tmp_path):
+    from megatron_dllm.data.sft import JsonLines
+
+    path = tmp_path / "chat.jsonl"
+    subprocess.run([sys.executable, "examples/python_docs_chat.py", path], cwd=ROOT, check=True)
+    assert len(JsonLines(str(path))) > 50
+
+
+def test_unigram_entropy_of_a_corpus_with_known_frequencies(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "0 1 2 3"}\n' * 9 + '{"text": "0 0 1 1"}\n')
+    corpus = [str(tmp_path / "a")]
+    tool = [sys.executable, "tools/preprocess_data.py", "--tokenizer-type", "NullTokenizer", "--vocab-size", "5"]
+    subprocess.run(
+        [*tool, "--input", tmp_path / "a.jsonl", "--output-prefix", *corpus], cwd=ROOT, check=True, capture_output=True
+    )
+    done = subprocess.run(
+        [sys.executable, "examples/unigram_entropy.py", f"{corpus[0]}_text_document", "--split", "90,10,0"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    # corpus: frequencies 11, 11, 9, 9 of 40; held out: tokens that were a quarter each in training
+    assert "corpus: 1.381 nats" in done.stdout and "documents: 1.386 nats" in done.stdout
