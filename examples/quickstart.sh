@@ -89,7 +89,9 @@ awk -v bound="$bound" '
   }' "$DIR/unigram.txt"
 
 step "Filling in gaps"
-python tools/generate.py --load "$DIR/checkpoints" --infill --steps 12 \
-  --prompt 'The [MASK:1] statement is used [MASK:6] the value of [MASK:2].' \
-  --prompt 'If the object does not [MASK:3], a [MASK:4] exception is raised.' \
-  --prompt 'object.__add__(self, [MASK:3])' 2>/dev/null
+python tools/generate.py --load "$DIR/checkpoints" --infill --steps 8 --temperature 0.7 --remasking random --seed 1 \
+  --prompt 'The [MASK:2] of the [MASK:2] is a [MASK:2].' \
+  --prompt 'If the object does not define [MASK:3], a [MASK:2] exception is raised.' \
+  --prompt 'object.__[MASK:1]__(self[MASK:1] other[MASK:1]' 2>/dev/null
+echo
+echo "Minutes of training teach frequent pieces, not sense: README.md says how to go on. All files are in $DIR."
