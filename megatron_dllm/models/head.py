@@ -33,17 +33,20 @@ class WeightedNLL(torch.autograd.Function):
         nll_N = torch.empty(N, dtype=torch.float32, device=hidden_ND.device)
         grad_hidden = torch.empty_like(hidden_ND) if need_hidden else None
         grad_weight = None
-        for start in range(0, N, chunk_rows):
+        chunks = -(-N // chunk_rows)
+        chunk_rows = -(-N // max(1, chunks))  # of equal size: a small last chunk would waste its matrix products
+        buffer = hidden_ND.new_empty(chunk_rows, V)  # one for all chunks: fresh pages cost as much as the product
+        for start in range(0, N, max(1, chunk_rows)):
             rows = slice(start, min(start + chunk_rows, N))
             h, y, w = hidden_ND[rows], targets_N[rows] - first, weights_N[rows]
-            logits = (h @ weight_VD.t()).float()
+            logits = torch.mm(h, weight_VD.t(), out=buffer[: h.shape[0]]).float()
             if padding:
                 logits[:, V - padding :] = torch.finfo(torch.float32).min
             owned = (y >= 0) & (y < V)
             y = y.clamp(0, V - 1)  # where not owned: any column, with weight 0 (no data-dependent shapes on a GPU)
             target = logits.gather(1, y[:, None])[:, 0].masked_fill(~owned, 0.0)
             # softmax in place; its normaliser is at least 1, the maximum's own term
-            maximum = logits.max(dim=-1).values
+            maximum = logits.amax(dim=-1)
             probabilities = logits.sub_(maximum[:, None]).exp_()
             total = probabilities.sum(-1)
             lse_local = maximum + total.log()
