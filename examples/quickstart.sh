@@ -14,8 +14,8 @@ use_environment ""
 export TOKENIZERS_PARALLELISM=false
 
 DIR="${QUICKSTART_DIR:-runs/quickstart}"
-ITERATIONS=1600
-HALF=800
+ITERATIONS=1200
+HALF=600
 mkdir -p "$DIR"
 
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
