@@ -34,8 +34,6 @@ _REFUSED = {
     "multiple_validation_sets": "run one validation set at a time.",
     "mtp_num_layers": "multi-token prediction is autoregressive.",
     "decoder_seq_length": "the mode derives the model's length from --seq-length.",
-    "data_args_path": "give the blend on the command line with --data-path.",
-    "per_split_data_args_path": "use --train-data-path, --valid-data-path and --test-data-path.",
     "init_model_with_meta_device": "initial weights are drawn in the model provider.",
     "dataloader_type": "the order of samples is a function of the seed and the epoch alone.",
     "attention_backend": "attention follows the mode's rule; see --dllm-attention-backend.",
@@ -82,7 +80,8 @@ def check_flags(args, given: set[str]) -> None:
     for name in MODES:
         for dest in sorted((_private_flags(name) - own) & given):
             raise ValueError(f"{flag(dest)} belongs to --dllm-mode {name}, not {args.dllm_mode}: remove it.")
-    text = args.data_path is not None or args.train_data_path is not None
+    sources = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
+    text = any(getattr(args, source) is not None for source in sources)
     if text == (args.sft_data_path is not None):
         raise ValueError("give one kind of training data: --data-path (packed text) or --sft-data-path (chat).")
     for dest in _CHAT_ONLY if text else _TEXT_ONLY:

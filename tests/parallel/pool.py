@@ -1,7 +1,9 @@
 """A pool of real processes (gloo) that runs many layouts of the training program without restarting."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,6 +57,7 @@ class Pool:
                         stdout=log,
                         stderr=log,
                         text=True,
+                        start_new_session=True,
                     )
                 )
 
@@ -96,7 +99,9 @@ class Pool:
         return results
 
     def stop(self) -> None:
+        """End the workers and what they have spawned (checkpoint writers), hanging or not."""
         for worker in self.workers:
-            worker.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
         self.workers = []

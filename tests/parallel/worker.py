@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import faulthandler
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -157,6 +158,7 @@ def clean_up() -> None:
     training.destroy_global_state()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # models are cyclic: they keep their process groups, and those their threads
     training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
 
 
