@@ -14,7 +14,7 @@ def main() -> None:
         args, tokenizer = parse_arguments()
         check_before_loading(args)
         datasets = build_datasets(args, tokenizer)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)
     pretrain(args, datasets)
 

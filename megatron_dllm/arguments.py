@@ -6,7 +6,10 @@ exists, and is raised as a ValueError with one sentence that says what to do.
 
 import argparse
 import os
+import socket
 import sys
+import time
+import traceback
 
 import torch
 
@@ -184,13 +187,19 @@ def parse_arguments() -> tuple[argparse.Namespace, Tokenizer]:
     try:
         validate_args(args)
     except AssertionError as error:
-        raise ValueError(f"Megatron refuses this combination of flags: {error}") from error
+        condition = traceback.extract_tb(error.__traceback__)[-1].line  # many of Megatron's have no text
+        raise ValueError(f"Megatron refuses this combination of flags: {str(error) or condition}") from error
     set_global_variables(args, build_tokenizer=False)
     return args, tokenizer
 
 
 def fail(error: Exception) -> None:
-    """Print one sentence on one process only and exit with code 2."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+    """Print one sentence and exit with code 2. Rank 0 speaks for all; another rank only if rank 0 has not ended
+    the job by then, so that a fault of one node (a missing file) is seen."""
+    rank = int(os.environ.get("RANK", "0"))
+    where = ""
+    if rank:
+        time.sleep(5)
+        where = f" (rank {rank} on {socket.gethostname()})"
+    print(f"{os.path.basename(sys.argv[0])}: error{where}: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)

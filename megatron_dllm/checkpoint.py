@@ -1,5 +1,6 @@
 """Checks on a checkpoint before anything is built for it: complete, and of this model, mode and vocabulary."""
 
+import json
 import os
 import pickle
 from argparse import Namespace
@@ -15,6 +16,14 @@ _SHAPE = [
     "num_experts",
     "untie_embeddings_and_output_weights",
     "qk_layernorm",
+    "add_qkv_bias",
+    "add_bias_linear",
+    "swiglu",
+    "normalization",
+    "layernorm_epsilon",
+    "rotary_base",
+    "rotary_percent",
+    "moe_router_topk",
 ]
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -42,12 +51,12 @@ def check_complete(folder: str) -> None:
     for name in (".metadata", "metadata.json"):  # the first is written after all shards
         if not os.path.isfile(os.path.join(folder, name)):
             raise ValueError(f"{folder} is not a complete checkpoint ({name} is missing): {_advice(folder)}")
-    metadata_file = os.path.join(folder, ".metadata")
-    try:
-        with open(metadata_file, "rb") as file:
-            metadata = pickle.load(file)
-    except Exception as error:
-        raise ValueError(f"{metadata_file} is damaged ({error}): {_advice(folder)}") from error
+    for name, read in (("metadata.json", json.load), (".metadata", pickle.load)):
+        try:
+            with open(os.path.join(folder, name), "rb") as file:
+                metadata = read(file)
+        except Exception as error:  # whatever a half-written file makes of a parser
+            raise ValueError(f"{os.path.join(folder, name)} is damaged ({error}): {_advice(folder)}") from error
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -68,7 +77,9 @@ def _advice(folder: str) -> str:
     )
     if not others:
         return "there is no other checkpoint beside it."
-    return f"load an earlier one with --ckpt-step {others[-1]}."
+    number = os.path.basename(folder).removeprefix("iter_")
+    earlier = [step for step in others if number.isdigit() and step < int(number)]
+    return f"load another one with --ckpt-step {(earlier or others)[-1]}."
 
 
 def saved_arguments(folder: str) -> Namespace:
@@ -86,12 +97,17 @@ def check_before_loading(args) -> None:
     if args.load is None:
         return
     folder = iteration_folder(args.load, args.ckpt_step)
+    if folder is not None and os.path.realpath(folder) == os.path.realpath(args.load):
+        # Megatron loads a run's folder and a step, and would start afresh from anything else
+        args.load, args.ckpt_step = os.path.dirname(os.path.abspath(folder)), int(os.path.basename(folder)[5:])
     if folder is None:
-        if args.load != args.save:  # the usual way to start: --load and --save name the same, still empty folder
+        same = args.save is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
+        if not same:  # the usual way to start: --load and --save name the same, still empty folder
             raise ValueError(f"--load {args.load} holds no checkpoint ({TRACKER} is missing): check the path.")
         return
     check_complete(folder)
     saved = saved_arguments(folder)
+    _check_optimizer(args, saved, folder)
     fine_tunes = args.finetune  # weights only: another objective may continue them
     names = [*_SHAPE, "vocab_size"] + ([] if fine_tunes else ["dllm_mode", "dllm_mask_token_id"])
     for name in names:
@@ -100,6 +116,19 @@ def check_before_loading(args) -> None:
             flag = "--" + name.replace("_", "-")
             hint = " (or --finetune, to start a new objective from its weights)" if name.startswith("dllm") else ""
             raise ValueError(f"{folder} was trained with {flag} {theirs}, this run has {ours}: use the same{hint}.")
+
+
+def _check_optimizer(args, saved: Namespace, folder: str) -> None:
+    """Megatron stores the distributed optimizer's state in another form and cannot turn one into the other."""
+    if args.finetune or args.no_load_optim:
+        return
+    theirs, ours = saved.use_distributed_optimizer, args.use_distributed_optimizer
+    if theirs != ours:
+        have = lambda uses: "with" if uses else "without"
+        raise ValueError(
+            f"{folder} was saved {have(theirs)} --use-distributed-optimizer, this run is {have(ours)} it: use the same "
+            "or --no-load-optim to take the weights and start the optimizer afresh."
+        )
 
 
 def _value(args: Namespace, name: str):

@@ -1,4 +1,4 @@
-"""Named model shapes for `--model-preset`: defaults for Megatron's flags, each still overridable by its flag."""
+"""Named model shapes for `--model-preset`: defaults for Megatron's flags, each number still overridable by its flag."""
 
 _TINY = dict(
     num_layers=4,

@@ -16,7 +16,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training import training as megatron_training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.utils import is_last_rank
+from megatron.training.utils import is_last_rank, print_rank_last
 
 from megatron_dllm import fixes
 from megatron_dllm.data.datasets import Datasets
@@ -92,12 +92,13 @@ def forward_step(iterator, model):
 
     def score(view: ScoreView) -> list[LossTerm]:
         terms = mode.loss(view)
-        for name, nll in view.nll.items():
+        for name, nll in view.nll.items() if training else ():
             loss_by_level.add(nll, batch.terms[name].levels_N)
         return terms
 
+    training = unwrap_model(model).training
     output = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=score, terms=batch.terms)
-    return output, functools.partial(loss_function, batch, unwrap_model(model).training)
+    return output, functools.partial(loss_function, batch, training)
 
 
 def loss_function(batch: RankBatch, training: bool, terms: list[LossTerm]):
@@ -174,8 +175,7 @@ class _Hooks:
                 loss_dict[f"{name} tokens/s"] = loss_dict[f"{name} tokens"] / self.seconds
             loss_dict["memory (GiB)"] = loss_dict["loss"].new_tensor(memory_gib())
         result = self.training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-        megatron_args = get_args()
-        if iteration % megatron_args.tensorboard_log_interval == 0:
+        if iteration % get_args().log_interval == 0:
             self._log_levels(iteration)
         return result
 
@@ -183,6 +183,10 @@ class _Hooks:
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return
         means = loss_by_level.reduce(mpu.get_data_parallel_group(with_context_parallel=True))
+        print_rank_last(
+            " loss by noise level | "
+            + " | ".join(f"{name.rpartition(' ')[2]}: {value:.4f}" for name, value in means.items())
+        )
         writer, wandb = get_tensorboard_writer(), get_wandb_writer()
         for name, value in means.items():
             if writer:

@@ -4,7 +4,10 @@ Every check raises ValueError with one sentence that says what to do.
 """
 
 import argparse
+import os
 from types import ModuleType
+
+import torch
 
 from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.modes import MODES
@@ -71,8 +74,29 @@ _REFUSED = {
 }
 
 
+# Sizes and intervals: at least 1 wherever they are given. Counts that may be 0.
+_POSITIVE = (
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
+    "seq_length micro_batch_size global_batch_size eval_micro_batch_size eval_global_batch_size train_iters "
+    "train_samples log_interval tensorboard_log_interval save_interval eval_interval make_vocab_size_divisible_by "
+    "vocab_size num_experts pad_seq_len_divisible dllm_pad_block_size"
+).split()
+_NOT_NEGATIVE = "seed num_workers eval_iters lr min_lr dllm_verify_peers".split()
+
+
+def _check_numbers(args) -> None:
+    for names, least in ((_POSITIVE, 1), (_NOT_NEGATIVE, 0)):
+        for dest in names:
+            value = getattr(args, dest, None)
+            if value is not None and value < least:
+                raise ValueError(f"--{dest.replace('_', '-')} {value} is too small: it must be at least {least}.")
+
+
 def check_flags(args, given: set[str]) -> None:
+    """The flags by themselves; `given`: the ones on the command line."""
     flag = lambda dest: "--" + dest.replace("_", "-")
+    _check_numbers(args)
     for dest, why in _REFUSED.items():
         if dest in given:
             raise ValueError(f"{flag(dest)} cannot be used: {why}")
@@ -108,6 +132,19 @@ def check_flags(args, given: set[str]) -> None:
         raise ValueError("--train-iters is missing.")
     if args.save is not None and args.save_interval is None:
         raise ValueError("--save needs --save-interval: after how many iterations to save.")
+    if args.save is not None and not _can_hold_files(args.save):
+        raise ValueError(f"--save {args.save} is not a folder that can be written to: choose another.")
+    if args.train_data_path is not None and "split" in given:
+        raise ValueError("--split has no effect on --train-data-path: give --valid-data-path or remove it.")
+    if args.dllm_attention_backend == "flex" and not torch.cuda.is_available():
+        raise ValueError("--dllm-attention-backend flex needs a GPU (on a CPU it has no backward): use sdpa or auto.")
+
+
+def _can_hold_files(path: str) -> bool:
+    """Whether `path` is a writable folder, or can become one."""
+    while not os.path.exists(path):
+        path = os.path.dirname(os.path.abspath(path))
+    return os.path.isdir(path) and os.access(path, os.W_OK)
 
 
 def _private_flags(mode_name: str) -> set[str]:
@@ -152,7 +189,14 @@ def check_layout(args, mode: ModuleType) -> None:
         )
     if args.num_attention_heads % tp:
         raise ValueError(f"--num-attention-heads {args.num_attention_heads} is not divisible by TP {tp}.")
-    if args.num_layers % pp and args.decoder_first_pipeline_num_layers is None:
+    uneven = (
+        args.decoder_first_pipeline_num_layers is not None
+        or args.decoder_last_pipeline_num_layers is not None
+        or args.pipeline_model_parallel_layout is not None
+        or args.account_for_embedding_in_pipeline_split
+        or args.account_for_loss_in_pipeline_split
+    )
+    if args.num_layers % pp and not uneven:
         raise ValueError(
             f"--num-layers {args.num_layers} is not divisible by PP {pp}: change one, or use "
             "--decoder-first-pipeline-num-layers."
@@ -182,6 +226,11 @@ def _check_experts(args, tp: int, pp: int, world: int) -> None:
     if args.num_experts % ep:
         raise ValueError(f"--num-experts {args.num_experts} is not divisible by EP {ep}.")
     etp = args.expert_tensor_parallel_size or tp
+    if etp > 1 and ep > 1 and not torch.cuda.is_available():
+        raise ValueError(
+            f"on a CPU expert TP {etp} and EP {ep} cannot be combined (gloo gathers only equal numbers of tokens): use "
+            "--expert-tensor-parallel-size 1."
+        )
     if world % (etp * ep * pp):
         raise ValueError(
             f"{world} process(es) cannot be laid out as expert TP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}: start a "
@@ -197,9 +246,10 @@ def _check_context_parallel(args, tp: int, cp: int) -> None:
         if kind not in ("a2a", "all_gather"):
             raise ValueError(f"--cp-comm-type {kind} cannot carry a diffusion mask: use a2a or all_gather.")
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    if "a2a" in args.cp_comm_type and (groups // tp) % cp:
+    per_rank = max(1, groups // tp)
+    if "a2a" in args.cp_comm_type and per_rank % cp:
         raise ValueError(
-            f"--cp-comm-type a2a exchanges heads: {groups} key/value heads over TP {tp} leave {groups // tp} a rank, "
+            f"--cp-comm-type a2a exchanges heads: {groups} key/value heads over TP {tp} leave {per_rank} a rank, "
             f"which CP {cp} does not divide; use --cp-comm-type all_gather."
         )
 
@@ -227,6 +277,7 @@ def resolve_vocabulary(args, tokenizer: Tokenizer, mode: ModuleType) -> None:
         return
     if args.dllm_mask_token_id is None:
         args.dllm_mask_token_id = tokenizer.mask_id
+    tokenizer.mask_id = args.dllm_mask_token_id  # clean data must not contain it, whichever it is
     check_mask_token(args.dllm_mask_token_id, args.vocab_size, tokenizer)
 
 

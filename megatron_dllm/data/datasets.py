@@ -30,4 +30,12 @@ def build_datasets(args, tokenizer: Tokenizer) -> Datasets:
         return Datasets(*build_chat(args, tokenizer))
     from megatron_dllm.data.text import build_text
 
-    return Datasets(*build_text(args, tokenizer))
+    datasets = Datasets(*build_text(args, tokenizer))
+    if datasets.train is None:
+        raise ValueError(f"--split {args.split} leaves no document to train on: give the first share more.")
+    if datasets.valid is None and datasets.test is not None:
+        raise ValueError(
+            f"--split {args.split} gives documents to the test set and none to validation, which Megatron evaluates "
+            "first: give validation a share, or the test set none."
+        )
+    return datasets

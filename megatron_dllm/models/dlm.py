@@ -172,8 +172,9 @@ class DiffusionLM(LanguageModule):
     def _rotary(self, position_ids_BQ: torch.Tensor) -> torch.Tensor:
         """[Q, B, 1, d] angles of this rank's positions; full-length under sequence parallelism, where
         attention sees the gathered sequence."""
-        frequencies = self.inverse_frequencies.to(position_ids_BQ.device)
-        angles = position_ids_BQ.t()[..., None].float() * frequencies
+        if self.inverse_frequencies.device != position_ids_BQ.device:  # once
+            self.inverse_frequencies = self.inverse_frequencies.to(position_ids_BQ.device)
+        angles = position_ids_BQ.t()[..., None].float() * self.inverse_frequencies
         return torch.cat((angles, angles), dim=-1)[:, :, None]
 
     def _padding(self, attributes_BQA, length: int) -> torch.Tensor | None:

@@ -45,6 +45,11 @@ def validate(args) -> None:
 
 def corrupt(sample: Sample, draws: Draws, args) -> Corrupted:
     """Uniform masking. Order and dtype of the draws are the published ones (bit parity): u [1], then r [S]."""
+    if (sample.tokens_S == args.dllm_mask_token_id).any():
+        raise ValueError(
+            f"sample {sample.index} holds the mask token {args.dllm_mask_token_id} before any noise: choose an "
+            "id that the data never contains with --dllm-mask-token-id."
+        )
     g = draws.generator()
     u = draws.level(g)
     p = (1 - args.dllm_eps) * u + args.dllm_eps

@@ -70,6 +70,13 @@ def test_loss_by_level_adds_up_to_the_plain_mean(logged):
     assert all(4 < value < 8 for value in bins)  # ln 259 = 5.56 before any training
 
 
+def test_evaluations_stay_out_of_the_loss_by_level(pool, tmp_path):
+    argv = [*TINY, "--data-path", write_text(tmp_path), "--split", "60,40,0"]
+    shown = lambda *more: re.findall(r"loss by noise level \|.*", pool.run([*argv, *more])[0]["output"])
+    levels = shown()
+    assert len(levels) == 3 and shown("--eval-interval", 1) == levels
+
+
 def test_long_intervals_average_the_loss(pool, tmp_path):
     argv = [*TINY, "--sft-data-path", write_chat(tmp_path), "--train-iters", 4, "--log-interval", 2]
     result = pool.run(argv)[0]

@@ -116,6 +116,23 @@ def test_noise_and_order_survive_another_data_parallel_size(pool, argv, tmp_path
     assert resumed[-1]["losses"] == pytest.approx(straight[-1]["losses"][7:], rel=1e-5)
 
 
+def test_the_folder_of_an_iteration_is_as_good_as_the_runs(pool, argv, uninterrupted):
+    folder, straight = uninterrupted("1")
+    result = pool.run([*argv, "--load", folder / "iter_0000003"])[0]
+    assert result["losses"] == straight["losses"][3:]
+
+
+def test_the_two_kinds_of_optimizer_state_are_kept_apart(pool, argv, uninterrupted):
+    """Megatron cannot turn one into the other: a sentence, and a way to go on with the weights."""
+    for saved, flags in (("1", ["--use-distributed-optimizer"]), ("DP2 distributed optimizer", [])):
+        folder, straight = uninterrupted(saved)
+        with pytest.raises(CaseFailed) as failure:
+            pool.run([*argv, "--load", folder, "--ckpt-step", 3, *flags])
+        assert "--no-load-optim" in failure.value.error
+        result = pool.run([*argv, "--load", folder, "--ckpt-step", 3, *flags, "--no-load-optim"])[0]
+        assert result["losses"][0] == pytest.approx(straight["losses"][3], rel=1e-5)
+
+
 def test_another_global_batch_size_continues_behind_the_last_sample(pool, argv, uninterrupted):
     folder, _ = uninterrupted("1")
     flags = ("--global-batch-size", 4, "--override-opt-param-scheduler")
@@ -141,6 +158,8 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_loads(pool, argv, un
         ("--num-layers 2", "--num-layers 4, this run has 2"),
         ("--dllm-mask-token-id 7", "--dllm-mask-token-id 258, this run has 7"),
         ("--vocab-size 300", "--vocab-size 259, this run has 300"),
+        ("--rotary-base 500000", "--rotary-base 10000, this run has 500000"),
+        ("--no-swiglu", "--swiglu True, this run has False"),
     ),
 )
 def test_a_checkpoint_of_something_else_is_refused(pool, argv, uninterrupted, flags, message):

@@ -57,6 +57,11 @@ LAYOUTS = {
     "--micro-batch-size 3": (1, "--global-batch-size 8 is not a multiple of --micro-batch-size 3"),
     "--pad-seq-len-divisible 48": (1, "--seq-length 64 cannot be split"),
     "--pad-seq-len-divisible 6 --context-parallel-size 2": (2, "must be a multiple of 4"),
+    "--num-query-groups 1 --tensor-model-parallel-size 2 --context-parallel-size 2": (4, "leave 1 a rank"),
+    "--num-experts 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2": (
+        4,
+        "use --expert-tensor-parallel-size 1",
+    ),
     "--num-experts 4 --expert-model-parallel-size 2": (1, "1 process(es) cannot be laid out as expert TP 1 x EP 2"),
     "--expert-model-parallel-size 2": (2, "needs a mixture of experts"),
     "--num-experts 4 --expert-model-parallel-size 3 --global-batch-size 12": (
@@ -65,6 +70,14 @@ LAYOUTS = {
     ),
 }
 FLAGS = {
+    "--seq-length 0": "--seq-length 0 is too small: it must be at least 1",
+    "--tensor-model-parallel-size 0": "--tensor-model-parallel-size 0 is too small",
+    "--micro-batch-size -2": "--micro-batch-size -2 is too small",
+    "--pad-seq-len-divisible 0": "--pad-seq-len-divisible 0 is too small",
+    "--dllm-verify-peers -1": "--dllm-verify-peers -1 is too small: it must be at least 0",
+    "--dllm-attention-backend flex": "flex needs a GPU",
+    "--save /dev/null --save-interval 1": "--save /dev/null is not a folder",
+    "--bf16 --fp16": "Megatron refuses this combination of flags: assert not args.bf16",
     "--dllm-mode nosuch": "unknown --dllm-mode 'nosuch': choose one of",
     "--model-preset nosuch": "unknown --model-preset 'nosuch': choose one of tiny, tiny-moe",
     "--calculate-per-token-loss": "--calculate-per-token-loss cannot be used",
@@ -131,6 +144,17 @@ def test_data_files(refused, data, tmp_path):
     assert "no_such_prefix" in refused([*TINY, "--data-path", tmp_path / "no_such_prefix"])
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    (
+        ("--split 0,100,0", "leaves no document to train on"),
+        ("--split 80,0,20", "gives documents to the test set and none to validation"),
+    ),
+)
+def test_splits_that_leave_something_out(refused, data, flags, sentence):
+    assert sentence in refused([*TINY, "--data-path", data["text"], *flags.split()])
+
+
 def test_half_written_checkpoint(refused, data, tmp_path):
     run = tmp_path / "run"
     (run / "iter_0000005").mkdir(parents=True)
@@ -141,7 +165,9 @@ def test_half_written_checkpoint(refused, data, tmp_path):
     assert "not a complete checkpoint" in sentence and "--ckpt-step 3" in sentence
     (run / "iter_0000005/.metadata").write_bytes(b"half")
     (run / "iter_0000005/metadata.json").write_text("{}")
-    assert "is damaged" in refused(argv)
+    assert ".metadata is damaged" in refused(argv)
+    (run / "iter_0000005/metadata.json").write_text('{"sharded')
+    assert "metadata.json is damaged" in refused(argv)
     (run / "latest_checkpointed_iteration.txt").write_text("")
     assert "should hold an iteration number" in refused(argv)
 

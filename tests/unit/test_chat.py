@@ -136,12 +136,8 @@ def test_each_assistant_turn_and_its_end(make, name, pad):
     tokenizer = make(template, eos, eos if pad == "same as eos" else pad)
     ids, mask = render(TALK, tokenizer)
     assert supervised(tokenizer, ids, mask) == expected
-    assert (
-        ids[-1] == tokenizer.eos_id and mask[-1]
-    )  # the last token of a conversation is its EOS, in the loss
-    assert sum(i == tokenizer.eos_id for i, m in zip(ids, mask, strict=True) if m) == "".join(expected).count(
-        eos
-    )
+    assert ids[-1] == tokenizer.eos_id and mask[-1]  # the last token of a conversation is its EOS, in the loss
+    assert sum(i == tokenizer.eos_id for i, m in zip(ids, mask, strict=True) if m) == "".join(expected).count(eos)
     last_ids, last_mask = render(TALK, tokenizer, last_turn_only=True)
     assert last_ids == ids
     assert supervised(tokenizer, last_ids, last_mask) == expected[-1:]

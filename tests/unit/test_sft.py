@@ -30,9 +30,7 @@ TALKS = [talk(f"answer {i}" + "!" * (i % 5)) for i in range(23)]
 
 
 def write_jsonl(path, talks=TALKS, column="messages"):
-    path.write_text(
-        "".join(json.dumps({column: messages, "id": i}) + "\n" for i, messages in enumerate(talks))
-    )
+    path.write_text("".join(json.dumps({column: messages, "id": i}) + "\n" for i, messages in enumerate(talks)))
     return str(path)
 
 

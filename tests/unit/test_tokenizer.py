@@ -82,9 +82,7 @@ def test_byte_level_agrees_with_megatrons_class():
     from megatron.core.tokenizers.text.libraries import ByteLevelTokenizer
 
     ours = build("ByteLevelTokenizer")
-    theirs = ByteLevelTokenizer(
-        special_tokens=["<mask>", "<eos>", "<pad>"], vocab_size=256, _eos_id=257, _pad_id=256
-    )
+    theirs = ByteLevelTokenizer(special_tokens=["<mask>", "<eos>", "<pad>"], vocab_size=256, _eos_id=257, _pad_id=256)
     assert ours.vocab_size == theirs.vocab_size == 259
     assert (ours.eos_id, ours.pad_id, ours.mask_id) == (
         theirs.eos_id,
