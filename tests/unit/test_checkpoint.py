@@ -12,7 +12,8 @@ def arguments(**changes) -> Namespace:
         load="runs/a", save="runs/a", ckpt_step=None, finetune=False, num_attention_heads=6, vocab_size=8,
         num_query_groups=1, group_query_attention=False,
     )  # fmt: skip
-    return Namespace(**usual | changes)
+    optimizer = dict(no_load_optim=False, use_distributed_optimizer=False)
+    return Namespace(**optimizer | usual | changes)
 
 
 @pytest.fixture
