@@ -26,17 +26,16 @@ TOLERANCE = 1e-4  # relative, of loss and gradient norm between the two sides, i
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="a training step of mdlm against a plain transformers Llama")
-    train.add_argument("--layers", type=int, default=4)
-    train.add_argument("--hidden", type=int, default=256)
-    train.add_argument("--heads", type=int, default=4)
-    train.add_argument("--ffn", type=int, default=768)
-    train.add_argument("--vocabulary", type=int, default=32000)
-    train.add_argument("--seq-length", type=int, default=512)
-    train.add_argument("--batch", type=int, default=4)
-    train.add_argument("--steps", type=int, default=12, help="Timed steps of each side, after two to warm up.")
-    train.add_argument("--threads", type=int, default=2)
+    parser.add_argument("command", choices=["train"], help="a training step of mdlm against a transformers Llama")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--ffn", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--seq-length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12, help="Timed steps of each side, after two to warm up.")
+    parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 
 

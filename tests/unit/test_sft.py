@@ -228,7 +228,7 @@ def args(jsonl):
         sft_last_turn_only=False,
         chat_template=None,
         dllm_pad_block_size=None,
-        seq_length=64,
+        dllm_sequence_length=64,
         seed=7,
     )
 
