@@ -1,6 +1,6 @@
 """Measure this code against the usual way, in one run, on the same weights and the same batch.
 
-    python tools/benchmark.py train [--layers 4 --hidden 256 --vocabulary 32000 --seq-length 512 --batch 4]
+    python tools/benchmark.py train [--layers 4 --hidden 256 --vocabulary 32000 --seq-length 512 --batch 16]
 
 `train`: one mdlm training step (forward, backward, AdamW). The usual way is a plain `transformers` Llama with
 a full 4-D additive mask, logits of all positions and cross entropy over them, as the reference recipes train.
@@ -33,7 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ffn", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=12, help="Timed steps of each side, after two to warm up.")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
