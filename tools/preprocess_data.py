@@ -139,6 +139,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.workers < 1:
             raise ValueError(f"--workers is {args.workers}; at least one process is needed.")
+        if len(set(args.json_keys)) < len(args.json_keys):
+            raise ValueError(f"--json-keys {' '.join(args.json_keys)} names a key twice: give each once.")
         check_inputs(args.input)
         tokenizer = build_tokenizer(args)
         if args.append_eod and tokenizer.eos_id is None:

@@ -200,7 +200,8 @@ def main() -> None:
         answer["output"] = output.getvalue()
         try:
             clean_up()
-        except Exception:
+        except Exception as error:  # reported like any other failure, unless the case itself had failed
+            answer.setdefault("error", f"while cleaning up: {error}")
             answer.setdefault("traceback", traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         with open(f"{case['answer']}.{rank}.tmp", "w") as file:

@@ -169,6 +169,7 @@ def test_other_errors(tmp_path, capsys):
         ([tmp_path / "b.parquet"], [], "no 'text'"),
         ([tmp_path / "c.txt"], ["--json-keys", "a", "b"], "single --json-keys"),
         ([good], ["--workers", "0"], "--workers is 0"),
+        ([good], ["--json-keys", "text", "text"], "names a key twice"),
     ]
     for inputs, flags, message in cases:
         assert preprocess(inputs, tmp_path / "out", *flags) == 1
