@@ -42,9 +42,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--dllm-loss-normalization",
         choices=("supervised", "noise"),
-        default="supervised",
+        default=None,
         help="Divide the diffusion loss by the global number of supervised tokens (an unbiased bound in nats "
-        "per token) or of noised tokens.",
+        "per token; default) or of noised tokens (the published default of hybrid).",
+    )
+    group.add_argument(
+        "--dllm-block-size",
+        type=int,
+        default=None,
+        help="Tokens of a block, which is denoised as a whole; default 32 (hybrid, bd3lm) or 1 (idlm).",
+    )
+    group.add_argument(
+        "--dllm-block-origin",
+        choices=("sequence", "response"),
+        default="sequence",
+        help="Count blocks from the beginning of a document, or anew from every supervised turn.",
+    )
+    group.add_argument(
+        "--dllm-compat",
+        choices=("automodel",),
+        default=None,
+        help="Divide as NeMo AutoModel does: next-token terms by all supervised tokens, scored or not.",
     )
     group.add_argument(
         "--dllm-attention-backend",
@@ -182,6 +200,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Tokenizer]:
     tokenizer = build_tokenizer(args)
     resolve_vocabulary(args, tokenizer, mode)
     mode.validate(args)
+    args.dllm_state = {}  # what a mode learns from one step for the next
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     try:

@@ -116,6 +116,8 @@ def check_before_loading(args) -> None:
             flag = "--" + name.replace("_", "-")
             hint = " (or --finetune, to start a new objective from its weights)" if name.startswith("dllm") else ""
             raise ValueError(f"{folder} was trained with {flag} {theirs}, this run has {ours}: use the same{hint}.")
+    if not fine_tunes:
+        args.dllm_state = dict(getattr(saved, "dllm_state", {}))
 
 
 def _check_optimizer(args, saved: Namespace, folder: str) -> None:

@@ -1,39 +1,62 @@
-"""What a diffusion researcher looks at: the loss by noise level, and memory."""
+"""What a diffusion researcher looks at: the loss by noise level and by place in a block, and memory."""
 
 import torch
 
-BINS = 10
+LEVELS = 10  # bins of the noise level t in [0, 1]
+PLACES = 32  # bins of the place in a block; of a longer block the last bin takes the rest
 
 
-class LossByLevel:
-    """Mean nll of scored tokens in ten bins of the noise level t, accumulated between two log lines."""
+class LossByBin:
+    """Mean nll of scored tokens by bin, accumulated between two log lines. Sums stay on the device."""
 
-    def __init__(self):
-        self._totals: torch.Tensor | None = None  # [2, BINS]: Σ nll, count
+    def __init__(self, title: str, labels: list[str]):
+        self.title, self.labels = title, labels
+        self._totals: torch.Tensor | None = None  # [2, bins]: Σ nll, count
 
     def reset(self) -> None:
         self._totals = None
 
-    def add(self, nll_N: torch.Tensor, levels_N: torch.Tensor) -> None:
-        """Add scored rows: nll in nats (not weighted), levels in [0, 1]. Stays on the device."""
+    def add(self, nll_N: torch.Tensor, bins_N: torch.Tensor) -> None:
+        """Add scored rows: nll in nats (not weighted), and the bin of each; a bin too high is the last one."""
         if self._totals is None:
-            self._totals = torch.zeros(2, BINS, dtype=torch.float64, device=nll_N.device)
-        bins = (levels_N * BINS).long().clamp_(0, BINS - 1)
+            self._totals = torch.zeros(2, len(self.labels), dtype=torch.float64, device=nll_N.device)
         nll = nll_N.double()
+        bins = bins_N.long().clamp(0, len(self.labels) - 1)
         self._totals.index_add_(1, bins, torch.stack([nll, torch.ones_like(nll)]))
 
     def reduce(self, group) -> dict[str, float]:
         """Means over `group` and reset; a bin without tokens is left out. Collective."""
         device = torch.cuda.current_device()
-        totals = torch.zeros(2, BINS, dtype=torch.float64, device=device) if self._totals is None else self._totals
+        empty = torch.zeros(2, len(self.labels), dtype=torch.float64, device=device)
+        totals = empty if self._totals is None else self._totals
         torch.distributed.all_reduce(totals, group=group)
         self._totals = None
         sums, counts = totals.tolist()
         return {
-            f"loss by noise level/t {i / BINS:.1f}-{(i + 1) / BINS:.1f}": total / count
-            for i, (total, count) in enumerate(zip(sums, counts, strict=True))
+            f"{self.title}/{label}": total / count
+            for label, total, count in zip(self.labels, sums, counts, strict=True)
             if count
         }
+
+
+class LossCurves:
+    """The loss by noise level and by place in the block, of the terms that have them."""
+
+    def __init__(self):
+        levels = [f"t {i / LEVELS:.1f}-{(i + 1) / LEVELS:.1f}" for i in range(LEVELS)]
+        self.by_level = LossByBin("loss by noise level", levels)
+        self.by_place = LossByBin("loss by place in the block", [f"place {i:02d}" for i in range(PLACES)])
+
+    def reset(self) -> None:
+        self.by_level.reset()
+        self.by_place.reset()
+
+    def add(self, nll_N: torch.Tensor, levels_N: torch.Tensor | None, offsets_N: torch.Tensor | None) -> None:
+        """Scored rows of one term: nll in nats (not weighted), levels in [0, 1], offsets from 0."""
+        if levels_N is not None:
+            self.by_level.add(nll_N, levels_N * LEVELS)
+        if offsets_N is not None:
+            self.by_place.add(nll_N, offsets_N)
 
 
 def memory_gib() -> float:

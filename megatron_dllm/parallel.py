@@ -18,13 +18,15 @@ class RankTerm:
     """The N rows of this rank that one loss term scores.
 
     rows_N index the flattened [Qr, B] hidden states of this rank (sequence first, as Megatron has them);
-    targets_N int64, weights_N and levels_N float32.
+    the rest are the rows of a `Term`.
     """
 
     rows_N: torch.Tensor
     targets_N: torch.Tensor
     weights_N: torch.Tensor
-    levels_N: torch.Tensor
+    levels_N: torch.Tensor | None = None
+    offsets_N: torch.Tensor | None = None
+    inputs_N: torch.Tensor | None = None
 
 
 @dataclass
@@ -83,8 +85,15 @@ def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_
     for name, term in batch.terms.items():
         weights = term.weights_BQ[:, own].t().flatten()
         rows = weights.nonzero()[:, 0]
-        pick = lambda tensor, rows=rows: tensor[:, own].t().flatten()[rows]
-        terms[name] = RankTerm(rows, pick(term.targets_BQ), weights[rows], pick(term.levels_BQ))
+        pick = lambda tensor, rows=rows: None if tensor is None else tensor[:, own].t().flatten()[rows]
+        terms[name] = RankTerm(
+            rows,
+            pick(term.targets_BQ),
+            weights[rows],
+            pick(term.levels_BQ),
+            pick(term.offsets_BQ),
+            pick(term.inputs_BQ),
+        )
     attributes = batch.attributes_BQA
     if full_within_document and (attributes[..., DOCUMENT] == 0).all():
         attributes = None

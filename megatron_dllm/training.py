@@ -21,14 +21,15 @@ from megatron.training.utils import is_last_rank, print_rank_last
 from megatron_dllm import fixes
 from megatron_dllm.data.datasets import Datasets
 from megatron_dllm.data.stream import StepStream, build_stream
-from megatron_dllm.metrics import LossByLevel, memory_gib
+from megatron_dllm.metrics import LossCurves, memory_gib
 from megatron_dllm.models.dlm import DiffusionLM, ScoreView
 from megatron_dllm.models.init import initialize
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import LossTerm
 from megatron_dllm.parallel import RankBatch
 
-loss_by_level = LossByLevel()
+loss_curves = LossCurves()
+term_weights: dict[str, float] = {}  # of the last micro-batch's loss terms
 
 
 def model_provider(
@@ -87,13 +88,14 @@ def data_provider(datasets: Datasets):
 
 def forward_step(iterator, model):
     """One micro-batch through this stage. Returns its output and the function that makes the loss of it."""
-    mode = get_mode(get_args().dllm_mode)
+    args = get_args()
+    mode = get_mode(args.dllm_mode)
     batch: RankBatch = next(iterator).to(torch.cuda.current_device())
 
     def score(view: ScoreView) -> list[LossTerm]:
-        terms = mode.loss(view)
+        terms = mode.loss(view, args)
         for name, nll in view.nll.items() if training else ():
-            loss_by_level.add(nll, batch.terms[name].levels_N)
+            loss_curves.add(nll, batch.terms[name].levels_N, batch.terms[name].offsets_N)
         return terms
 
     training = unwrap_model(model).training
@@ -102,7 +104,7 @@ def forward_step(iterator, model):
 
 
 def loss_function(batch: RankBatch, training: bool, terms: list[LossTerm]):
-    """(loss for the schedule, what to report).
+    """(loss for the schedule, what to report: each term by name, unweighted, and their weighted sum).
 
     The step's loss is Σ_terms weight · (Σ over the global batch of S) / N. The schedule divides what it gets
     by the number of micro-batches M, and DDP averages gradients over data-parallel ranks: both are undone
@@ -112,21 +114,19 @@ def loss_function(batch: RankBatch, training: bool, terms: list[LossTerm]):
     args = get_args()
     cp, dp, M = args.context_parallel_size, args.data_parallel_size, batch.microbatches
     share = 1.0 / (M * dp * cp)  # a report [value, share] is summed over micro-batches, DP and CP, then divided
-    total, report = 0.0, {}
+    total, logged, report = 0.0, 0.0, {}
     for term in terms:
-        quotient = term.weight * term.sum / batch.denominators[term.name]
-        total = total + quotient
-        report[f"{term.name} loss"] = quotient.detach()
+        value = term.sum.detach() if term.logged is None else term.logged.detach()
+        term_weights[term.name] = term.weight
+        total = total + term.weight * term.sum / batch.denominators[term.name]
+        logged = logged + term.weight * value / batch.denominators[term.name]
+        if training:
+            report[f"{term.name} loss"] = torch.stack([value / batch.denominators[term.name], value.new_tensor(share)])
+        else:  # one quotient over all evaluated tokens, rather than the mean of the evaluation steps' quotients
+            report[f"{term.name} loss"] = torch.stack([value, value.new_tensor(batch.counts[term.name] / cp)])
     _check(total.detach())
-    report = {"loss": total.detach().clone(), **report}
-    report = {name: torch.stack([value, value.new_tensor(share)]) for name, value in report.items()}
-    if not training and len(terms) == 1:
-        # one quotient over all evaluated tokens, rather than the mean of the evaluation steps' quotients
-        counted = torch.stack(
-            [terms[0].weight * terms[0].sum.detach(), total.new_tensor(batch.counts[terms[0].name] / cp)]
-        )
-        report = {name: counted.clone() for name in report}
     if training:
+        report = {"loss": torch.stack([logged, logged.new_tensor(share)]), **report}
         for name in ("supervised", "noised", "data", "processed"):
             report[f"{name} tokens"] = total.detach().new_tensor([batch.tokens[name] / cp, share])
     return total * (dp * M), report
@@ -153,6 +153,7 @@ class _Hooks:
     def __init__(self):
         self.train_step = megatron_training.train_step
         self.training_log = megatron_training.training_log
+        self.megatron_evaluate = megatron_training.evaluate
         self.seconds = 0.0
         self.steps_verified = 0
 
@@ -166,6 +167,16 @@ class _Hooks:
         start = time.perf_counter()
         result = self.train_step(forward_step_func, data_iterator, *args, **kwargs)
         self.seconds = time.perf_counter() - start  # the optimizer step has synchronised the device
+        _learn_from_step(result[0])
+        return result
+
+    def evaluate(self, *args, **kwargs):
+        """Adds the weighted sum of the terms, each of which is a quotient over all evaluated tokens."""
+        result = self.megatron_evaluate(*args, **kwargs)
+        if result[0]:
+            values = {name: result[0][f"{name} loss"] for name in term_weights}
+            total = sum(weight * values[name] for name, weight in term_weights.items())
+            result = ({"loss": total, **result[0]}, *result[1:])
         return result
 
     def log(self, loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs):
@@ -176,23 +187,37 @@ class _Hooks:
             loss_dict["memory (GiB)"] = loss_dict["loss"].new_tensor(memory_gib())
         result = self.training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if iteration % get_args().log_interval == 0:
-            self._log_levels(iteration)
+            self._log_curves(iteration)
         return result
 
-    def _log_levels(self, iteration: int) -> None:
+    def _log_curves(self, iteration: int) -> None:
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return
-        means = loss_by_level.reduce(mpu.get_data_parallel_group(with_context_parallel=True))
-        print_rank_last(
-            " loss by noise level | "
-            + " | ".join(f"{name.rpartition(' ')[2]}: {value:.4f}" for name, value in means.items())
-        )
         writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-        for name, value in means.items():
-            if writer:
-                writer.add_scalar(name, value, iteration)
-            if wandb and is_last_rank():
-                wandb.log({name: value}, iteration)
+        for curve in (loss_curves.by_level, loss_curves.by_place):
+            means = curve.reduce(mpu.get_data_parallel_group(with_context_parallel=True))
+            if means:
+                bins = (f"{name.rpartition(' ')[2]}: {value:.4f}" for name, value in means.items())
+                print_rank_last(f" {curve.title} | " + " | ".join(bins))
+            for name, value in means.items():
+                if writer:
+                    writer.add_scalar(name, value, iteration)
+                if wandb and is_last_rank():
+                    wandb.log({name: value}, iteration)
+
+
+def _learn_from_step(report: dict) -> None:
+    """Tell the mode the step's losses, if it wants to know. They exist on the last pipeline stage: collective."""
+    args = get_args()
+    after_step = getattr(get_mode(args.dllm_mode), "after_step", None)
+    if after_step is None:
+        return
+    names = get_mode(args.dllm_mode).TERMS
+    losses = torch.zeros(len(names), device=torch.cuda.current_device())
+    if report:
+        losses += torch.stack([report[f"{name} loss"].float() for name in names])
+    torch.distributed.all_reduce(losses, group=mpu.get_pipeline_model_parallel_group())
+    after_step(dict(zip(names, losses.tolist(), strict=True)), args)
 
 
 @functools.cache
@@ -206,13 +231,15 @@ def install() -> _Hooks:
     hooks = _Hooks()
     megatron_training.train_step = hooks.step
     megatron_training.training_log = hooks.log
+    megatron_training.evaluate = hooks.evaluate
     return hooks
 
 
 def pretrain(args, datasets: Datasets, store=None) -> None:
     """Train as `args` say (from `parse_arguments`). `store`: rendezvous for tests that reuse processes."""
     install().steps_verified = 0
-    loss_by_level.reset()
+    loss_curves.reset()
+    term_weights.clear()
     if datasets.valid is None and datasets.test is None:
         args.eval_iters = 0  # nothing to evaluate on: Megatron would ask for samples all the same
     megatron_training.pretrain(

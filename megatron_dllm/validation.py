@@ -100,10 +100,7 @@ def check_flags(args, given: set[str]) -> None:
     for dest, why in _REFUSED.items():
         if dest in given:
             raise ValueError(f"{flag(dest)} cannot be used: {why}")
-    own = _private_flags(args.dllm_mode)
-    for name in MODES:
-        for dest in sorted((_private_flags(name) - own) & given):
-            raise ValueError(f"{flag(dest)} belongs to --dllm-mode {name}, not {args.dllm_mode}: remove it.")
+    _check_mode_flags(args.dllm_mode, given)
     sources = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
     text = any(getattr(args, source) is not None for source in sources)
     if text == (args.sft_data_path is not None):
@@ -145,6 +142,18 @@ def _can_hold_files(path: str) -> bool:
     while not os.path.exists(path):
         path = os.path.dirname(os.path.abspath(path))
     return os.path.isdir(path) and os.access(path, os.W_OK)
+
+
+def _check_mode_flags(mode: str, given: set[str]) -> None:
+    """A flag that the mode would ignore is an error: private flags of others, and shared ones it does not use."""
+    flag = lambda dest: "--" + dest.replace("_", "-")
+    for name in MODES:
+        for dest in sorted((_private_flags(name) - _private_flags(mode)) & given):
+            raise ValueError(f"{flag(dest)} belongs to --dllm-mode {name}, not {mode}: remove it.")
+    shared = set().union(*(module.USES for module in MODES.values()))
+    for dest in sorted((shared - MODES[mode].USES) & given):
+        users = ", ".join(name for name, module in MODES.items() if dest in module.USES)
+        raise ValueError(f"{flag(dest)} has no effect on --dllm-mode {mode} (only on {users}): remove it.")
 
 
 def _private_flags(mode_name: str) -> set[str]:
@@ -214,7 +223,7 @@ def check_layout(args, mode: ModuleType) -> None:
         )
     # The pipeline's tensors are as long as the model's input.
     args.dllm_sequence_length = args.seq_length
-    args.seq_length *= mode.STREAMS
+    args.seq_length *= mode.streams(args)
 
 
 def _check_experts(args, tp: int, pp: int, world: int) -> None:

@@ -9,6 +9,7 @@ else the machine does hits both. Before anything is timed, loss and gradient nor
 """
 
 import argparse
+import functools
 import importlib
 import json
 import multiprocessing
@@ -95,9 +96,11 @@ def ours(options, folder: Path):
     torch.save(dict(weights=model.state_dict(), batches=shared), folder / "shared.tmp")
     os.replace(folder / "shared.tmp", folder / "shared")
 
+    loss_terms = functools.partial(mdlm.loss, args=args)
+
     def loss(step):
         batch = batches[step % BATCHES]
-        terms = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=mdlm.loss, terms=batch.terms)
+        terms = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=loss_terms, terms=batch.terms)
         return terms[0].sum / batch.counts["dllm"]
 
     scored = sum(len(batch.terms["dllm"].rows_N) for batch in batches) / BATCHES

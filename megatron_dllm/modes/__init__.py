@@ -2,10 +2,13 @@
 
 from types import ModuleType
 
-from megatron_dllm.modes import mdlm
+from megatron_dllm.modes import bd3lm, hybrid, idlm, mdlm
 
 MODES: dict[str, ModuleType] = {
     "mdlm": mdlm,
+    "bd3lm": bd3lm,
+    "hybrid": hybrid,
+    "idlm": idlm,
 }
 
 

@@ -1,17 +1,24 @@
 """The contract of a training mode, and the nouns that modes, model and training loop share.
 
-A mode is a module in this folder with these functions, always in this order (see `mdlm.py`):
+A mode is a module in this folder with these names, always in this order (see `mdlm.py`):
 
+    NEEDS_MASK_TOKEN                    its noise replaces tokens by a mask token
+    FULL_WITHIN_DOCUMENT                `visible` is "same document" and nothing else
+    USES                                which of the shared flags (arguments.py) it reads; the others are refused
     add_args(group)                     its private flags
-    validate(args)                      raises ValueError with one sentence that says what to do
+    validate(args)                      raises ValueError with one sentence that says what to do; fills in defaults
+    streams(args)                       how many streams of S tokens its model input has
     corrupt(sample, draws, args)        Sample -> Corrupted; one sample, CPU, pure
     layout(samples, length, args)       [Corrupted] -> ModelInput; what the network sees, and what is scored
     visible(query, key)                 may this query attend to this key? boolean, on attribute vectors
-    loss(score)                         ScoreView -> [LossTerm]; never sees layouts, autocast or .backward()
+    loss(score, args)                   ScoreView -> [LossTerm]; never sees layouts, autocast or .backward()
     reverse(candidates, quota, threshold)   one denoising step for the sampler: (chosen_K, ids_K), which of the
                                         candidates (generation/selection.py) to commit, and to which ids
 
-Shapes: B rows, S clean length, Q model length (S for one stream, 2S for two), A attributes.
+and, where a step's losses shape the next one, `TERMS`, their names, and `after_step(losses, args)`, which keeps what
+it learns in `args.dllm_state` (saved with the checkpoint).
+
+Shapes: B rows, S clean length, Q model length (S times the number of streams), A attributes.
 """
 
 from collections.abc import Callable
@@ -25,7 +32,7 @@ from megatron_dllm.data.sample import Sample
 # activation recomputation, pipeline stages and context-parallel slicing.
 STREAM, BLOCK, POSITION, DOCUMENT = range(4)
 NUM_ATTRIBUTES = 4
-NOISY, CLEAN, CONTEXT = range(3)  # values of STREAM
+NOISY, CLEAN, CONTEXT, COMPLEMENT = range(4)  # values of STREAM; COMPLEMENT: a second noisy copy
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -38,6 +45,8 @@ class Corrupted:
     noised_S    bool, where a token was noised; a subset of the supervised tokens
     weight_S    float32, weight of each token's negative log-likelihood; 0 where it is not scored
     level_S     float32 in [0, 1], the noise level t behind each token, for the loss by noise level
+    block_S     int32, number of each token's block, where the mode has blocks; never decreasing
+    offset_S    int32, place of each token within its block
     """
 
     sample: Sample
@@ -45,16 +54,27 @@ class Corrupted:
     noised_S: torch.Tensor
     weight_S: torch.Tensor
     level_S: torch.Tensor
+    block_S: torch.Tensor | None = None
+    offset_S: torch.Tensor | None = None
 
 
 @dataclass
 class Term:
-    """What one loss term scores. targets_BQ int64; weights_BQ float32, 0 where a row is not scored."""
+    """What one loss term scores.
+
+    targets_BQ int64; weights_BQ float32, 0 where a row is not scored
+    count       this micro-batch's share of the term's denominator
+    levels_BQ   float32, the noise level behind each row, if the loss is to be logged by it
+    offsets_BQ  int32, place within the block, if the loss is to be logged by it
+    inputs_BQ   int64, the id that the network saw for the token that the row predicts, if the loss depends on it
+    """
 
     targets_BQ: torch.Tensor
     weights_BQ: torch.Tensor
-    levels_BQ: torch.Tensor
-    count: float  # this micro-batch's share of the term's denominator
+    count: float
+    levels_BQ: torch.Tensor | None = None
+    offsets_BQ: torch.Tensor | None = None
+    inputs_BQ: torch.Tensor | None = None
 
 
 @dataclass
@@ -76,9 +96,13 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """sum: differentiable scalar, Σ weight·nll over this rank's rows. Training divides it once by its count
-    over the whole global batch and multiplies it by `weight`."""
+    """One part of the loss: weight · sum / count.
+
+    sum: differentiable scalar, Σ over this rank's rows; training divides it once by the term's count over the
+    whole global batch. logged: what to report in place of `sum`, where the two differ. Reports are not weighted.
+    """
 
     name: str
     sum: torch.Tensor
     weight: float = 1.0
+    logged: torch.Tensor | None = None

@@ -32,6 +32,7 @@ from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.data.stream import Collate, CorruptedSamples, Split
 from megatron_dllm.models import init as weights
 from megatron_dllm.training import install, pretrain
+from tests.parallel.naive import naive_loss
 
 SECONDS_PER_CASE = 75
 
@@ -126,14 +127,7 @@ def naive_gradients(model, datasets) -> dict:
     rows = [samples[i] for i in range(args.global_batch_size)]
     batch = Collate(args, 1, 0)(rows)
     logits = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA)[..., : args.vocab_size]
-    S = batch.tokens_BQ.shape[1]
-    loss = 0.0
-    for b, row in enumerate(rows):
-        n = len(row.sample)
-        assert n <= S
-        nll = torch.nn.functional.cross_entropy(logits[b, :n], row.sample.tokens_S, reduction="none")
-        loss = loss + (nll * row.weight_S).sum()
-    loss = loss / max(1, sum(int(row.sample.loss_mask_S.sum()) for row in rows))
+    loss = naive_loss(logits, rows, args)
     parameters = dict(model.named_parameters())
     gradients = torch.autograd.grad(loss, list(parameters.values()))
     names = [weights.global_name(model, name) for name in parameters]

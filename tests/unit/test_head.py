@@ -5,6 +5,7 @@ Tensor parallelism runs as threads, one a rank, that meet in the all-gather; rea
 """
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -183,7 +184,8 @@ def test_the_chunk_size_reaches_the_training_path(monkeypatch):
             model.zero_grad()
             attributes_BQA = attributes_of(documents_BQ, positions_BQ)
             with LargestTensor() as largest:
-                (out,) = model(tokens_BQ, positions_BQ, attributes_BQA, loss=mdlm.loss, terms={"dllm": term})
+                loss = partial(mdlm.loss, args=None)
+                (out,) = model(tokens_BQ, positions_BQ, attributes_BQA, loss=loss, terms={"dllm": term})
                 out.sum.backward()
             return out.sum.detach(), {n: p.grad for n, p in model.named_parameters()}, largest.elements
 

@@ -122,7 +122,7 @@ def run(model, length: int):
     kept = {}
 
     def loss(score):
-        (term,) = mdlm.loss(score)
+        (term,) = mdlm.loss(score, FLAGS)
         kept.update(score.nll)
         return term.sum
 

@@ -80,7 +80,7 @@ def loss_of(case, normalization="supervised"):
     rank = shard(batch, [0, 1], 1, 0, mdlm.FULL_WITHIN_DOCUMENT)
     logits_BQV = torch.tensor(case["logits"]).requires_grad_()
     view = ScoreView(GivenLogits(case["V"]), logits_BQV.transpose(0, 1), rank.terms)
-    (term,) = mdlm.loss(view)
+    (term,) = mdlm.loss(view, None)
     assert term.name == "dllm" and term.weight == 1
     return term.sum, rank.counts["dllm"], view.nll["dllm"], logits_BQV
 
@@ -234,7 +234,7 @@ def test_a_batch_without_supervision_scores_nothing():
     assert rank.counts == {"dllm": 0} and len(rank.terms["dllm"].rows_N) == 0
     assert (batch.tokens_BQ[:, :6] == torch.arange(10, 16)).all()
     hidden = torch.randn(8, 2, 5, requires_grad=True)
-    (term,) = mdlm.loss(ScoreView(GivenLogits(5), hidden, rank.terms))
+    (term,) = mdlm.loss(ScoreView(GivenLogits(5), hidden, rank.terms), flags())
     term.sum.backward()
     assert term.sum == 0 and not hidden.grad.any()
 

@@ -51,7 +51,7 @@ def model_input(B, length, streams, seed=0, documents=3) -> ModelInput:
     terms = {}
     for name in ("dllm", "other"):
         weights = torch.rand(B, Q, generator=g) * (torch.rand(B, Q, generator=g) < 0.4)
-        terms[name] = Term(ids(), weights, torch.rand(B, Q, generator=g), float((weights > 0).sum()))
+        terms[name] = Term(ids(), weights, float((weights > 0).sum()), torch.rand(B, Q, generator=g))
     attributes = torch.randint(documents, (B, Q, NUM_ATTRIBUTES), generator=g, dtype=torch.int32)
     return ModelInput(ids(), ids(), attributes, terms, streams, dict(supervised=1.0))
 
