@@ -140,7 +140,8 @@ def next_token(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     A row is scored where the next token is supervised and of the same document.
     """
     targets_BS = rows.tokens_BS.roll(-1, dims=1)
-    scored_BS = rows.loss_mask_BS.roll(-1, dims=1) & (rows.document_BS == rows.document_BS.roll(-1, dims=1))
+    same_BS = (rows.document_BS == rows.document_BS.roll(-1, dims=1)) & (rows.document_BS != PADDING_DOCUMENT)
+    scored_BS = rows.loss_mask_BS.roll(-1, dims=1) & same_BS
     scored_BS[:, -1] = False
     return targets_BS, scored_BS
 
