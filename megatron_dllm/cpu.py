@@ -41,7 +41,8 @@ def install() -> None:
     _streams_and_events()
     _memory_statistics()
     _import_megatron_without_compiling()
-    _megatron_core()
+    _split_sizes_of_experts()
+    _gather_of_uneven_sizes()
 
 
 def patch_training() -> None:
@@ -316,7 +317,7 @@ def _import_megatron_without_compiling() -> None:
         torch.compile = compile_
 
 
-def _megatron_core() -> None:
+def _split_sizes_of_experts() -> None:
     """The all-to-all dispatcher turns its split sizes into lists only if they live on a CUDA device."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -326,3 +327,23 @@ def _megatron_core() -> None:
 
     moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _gather_of_uneven_sizes() -> None:
+    """gloo's all-gather takes equal sizes only; ranks that share experts (TP with EP) hold uneven numbers of tokens."""
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    gather = mappings._gather_along_first_dim
+
+    def gather_any_sizes(input_, group, output_split_sizes: list[int] | None = None, use_global_buffer=False):
+        # every rank is given the sizes of all, so all of them take the same branch
+        if output_split_sizes is None or len(set(output_split_sizes)) == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        # gloo's all-to-all takes any sizes; so does its reduce-scatter, which is the gather's backward
+        ranks = group.size()
+        to_each_rank = torch.cat([input_] * ranks)
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        torch.distributed.all_to_all_single(output, to_each_rank, output_split_sizes, [len(input_)] * ranks, group)
+        return output
+
+    mappings._gather_along_first_dim = gather_any_sizes

@@ -235,11 +235,6 @@ def _check_experts(args, tp: int, pp: int, world: int) -> None:
     if args.num_experts % ep:
         raise ValueError(f"--num-experts {args.num_experts} is not divisible by EP {ep}.")
     etp = args.expert_tensor_parallel_size or tp
-    if etp > 1 and ep > 1 and not torch.cuda.is_available():
-        raise ValueError(
-            f"on a CPU expert TP {etp} and EP {ep} cannot be combined (gloo gathers only equal numbers of tokens): use "
-            "--expert-tensor-parallel-size 1."
-        )
     if world % (etp * ep * pp):
         raise ValueError(
             f"{world} process(es) cannot be laid out as expert TP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}: start a "

@@ -35,6 +35,12 @@ MIXTURE_OF_EXPERTS = {
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
         "--expert-tensor-parallel-size 1",
     ),
+    "TP2 SP EP2 ETP2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+    "TP4 SP EP2 ETP2": (
+        4,
+        "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 2",
+    ),
     "PP2": (2, "--pipeline-model-parallel-size 2"),
     "CP2": (2, "--context-parallel-size 2"),
     "CP2 EP2": (2, "--context-parallel-size 2 --expert-model-parallel-size 2"),
@@ -76,7 +82,7 @@ def test_mixture_of_experts(family, name):
     family("chat", "--model-preset tiny-moe").check(*MIXTURE_OF_EXPERTS[name])
 
 
-@pytest.mark.parametrize("name", ("DP2 EP2", "TP2 SP EP2 ETP1", "PP2", "CP2"))
+@pytest.mark.parametrize("name", ("DP2 EP2", "TP2 SP EP2 ETP1", "TP2 SP EP2 ETP2", "PP2", "CP2"))
 def test_auxiliary_loss_of_experts(family, name):
     """With the balancing loss (the naive reference leaves it out). It is a mean over micro-batches by definition,
     so only layouts with the same micro-batches agree."""

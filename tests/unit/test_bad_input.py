@@ -58,10 +58,6 @@ LAYOUTS = {
     "--pad-seq-len-divisible 48": (1, "--seq-length 64 cannot be split"),
     "--pad-seq-len-divisible 6 --context-parallel-size 2": (2, "must be a multiple of 4"),
     "--num-query-groups 1 --tensor-model-parallel-size 2 --context-parallel-size 2": (4, "leave 1 a rank"),
-    "--num-experts 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2": (
-        4,
-        "use --expert-tensor-parallel-size 1",
-    ),
     "--num-experts 4 --expert-model-parallel-size 2": (1, "1 process(es) cannot be laid out as expert TP 1 x EP 2"),
     "--expert-model-parallel-size 2": (2, "needs a mixture of experts"),
     "--num-experts 4 --expert-model-parallel-size 3 --global-batch-size 12": (

@@ -1,16 +1,20 @@
 """The CPU backend is complete, installed first, absent where there is a GPU; and repairs of Megatron do repair."""
 
+import datetime
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import mappings
 
 from megatron_dllm import cpu, fixes
 from tests.one_process import one_process, packed, randomize, small_config, small_model
@@ -149,6 +153,56 @@ def test_streams_events_and_memory():
     assert 0 < torch.cuda.memory_allocated() < 1.1 * torch.cuda.max_memory_allocated()
     free, total = torch.cuda.mem_get_info()
     assert 0 < free < total
+
+
+def on_ranks(function, ranks: int) -> list:
+    """function(group, rank) on threads that are the ranks of one gloo group; its results in their order."""
+    store, timeout = dist.HashStore(), datetime.timedelta(seconds=20)
+
+    def run(rank):
+        return function(dist.ProcessGroupGloo(store, rank, ranks, timeout), rank)
+
+    with one_process(), ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("width", ((), (3,)))
+@pytest.mark.parametrize("sizes", ([5, 2], [0, 4], [3, 3], [2, 0, 7]), ids=str)
+def test_rows_of_uneven_sizes_are_gathered_and_scattered(sizes, width, dtype):
+    """Both directions of both collectives of the experts' dispatcher; small integers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = lambda rows: torch.randint(-8, 9, (rows, *width), generator=generator).to(dtype)
+    parts = [numbers(size) for size in sizes]  # of each rank: its own rows
+    wholes = [numbers(sum(sizes)) for _ in sizes]  # of each rank: something for everyone's rows
+
+    def gather(group, rank):
+        own = parts[rank].clone().requires_grad_()
+        out = mappings.gather_from_sequence_parallel_region(own, group=group, output_split_sizes=sizes)
+        out.backward(wholes[rank])
+        return out.detach(), own.grad
+
+    def scatter(group, rank):
+        everyones = wholes[rank].clone().requires_grad_()
+        out = mappings.reduce_scatter_to_sequence_parallel_region(everyones, group=group, input_split_sizes=sizes)
+        out.backward(parts[rank])
+        return out.detach(), everyones.grad
+
+    joined, summed = torch.cat(parts), sum(wholes).split(sizes)
+    for rank, (out, gradient) in enumerate(on_ranks(gather, len(sizes))):
+        assert torch.equal(out, joined) and torch.equal(gradient, summed[rank])
+    for rank, (out, gradient) in enumerate(on_ranks(scatter, len(sizes))):
+        assert torch.equal(out, summed[rank]) and torch.equal(gradient, joined)
+
+
+def test_gloo_still_gathers_equal_sizes_only():
+    """The day it does not, `cpu.py` can shrink."""
+
+    def gather(group, rank):
+        group.allgather([[torch.empty(1), torch.empty(2)]], [torch.ones(1 + rank)]).wait()
+
+    with pytest.raises(RuntimeError, match="invalid tensor size"):
+        on_ranks(gather, 2)
 
 
 # --- repairs ---------------------------------------------------------------------------------------------------------
