@@ -23,6 +23,7 @@ import megatron.training.training as training
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 
@@ -31,6 +32,9 @@ from megatron_dllm.checkpoint import check_before_loading
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.data.stream import Collate, CorruptedSamples, Split
 from megatron_dllm.models import init as weights
+from megatron_dllm.models.dlm import ScoreView
+from megatron_dllm.modes import get_mode
+from megatron_dllm.parallel import rank_positions
 from megatron_dllm.training import install, pretrain
 from tests.parallel.naive import naive_loss
 
@@ -42,20 +46,23 @@ class Observation:
 
     def __init__(self, case: dict):
         self.case = case
-        self.result = dict(losses=[], grad_norms=[], reports=[], evaluations=[], indices=[], noise={})
+        self.result = dict(losses=[], grad_norms=[], reports=[], evaluations=[], indices=[], noise={}, nll={})
 
     @contextlib.contextmanager
     def watching(self):
         names = "train_step evaluate finalize_model_grads setup_model_and_optimizer".split()
         originals = {name: getattr(training, name) for name in names}
         collate = Collate.__call__
-        Collate.__call__ = lambda this, samples: self.note_noise(samples) or collate(this, samples)
+        weighted_nll = ScoreView.weighted_nll
+        Collate.__call__ = lambda this, samples: self.note_noise(samples) or self.note_rows(collate(this, samples))
+        ScoreView.weighted_nll = lambda view, term: self.note_nll(view, term, weighted_nll(view, term))
         for name in names:
             setattr(training, name, functools.partial(getattr(self, name), originals[name]))
         try:
             yield
         finally:
             Collate.__call__ = collate
+            ScoreView.weighted_nll = weighted_nll
             for name, original in originals.items():
                 setattr(training, name, original)
 
@@ -65,10 +72,33 @@ class Observation:
             torch.rand(1000), np.random.rand(1000), random.random()
         if self.case.get("disturb_rank") == dist.get_rank():
             samples[0].x_t_S[3] += 1
+        if (place := self.case.get("change_clean_token")) is not None:
+            for c in samples:
+                if c.noised_S[place]:  # then x_t does not show it
+                    c.sample.tokens_S[place] = (c.sample.tokens_S[place] + 1) % 64
         for c in samples:
             parts = (c.sample.tokens_S, c.x_t_S, c.noised_S, c.weight_S)
             digest = hashlib.blake2b(b"".join(part.numpy().tobytes() for part in parts), digest_size=8).hexdigest()
             self.result["noise"].setdefault(str(c.sample.index), digest)
+
+    def note_rows(self, batch):
+        """Which (sample, place in the model input) each scored row is."""
+        if self.case.get("record_nll"):
+            args = get_args()
+            streams = get_mode(args.dllm_mode).streams(args)
+            length = batch.tokens_BQ.shape[1] * args.context_parallel_size // streams
+            own = rank_positions(length, streams, args.context_parallel_size, mpu.get_context_parallel_rank())
+            B = len(batch.index)
+            for term in batch.terms.values():
+                term.places = [f"{batch.index[row % B]}:{own[row // B]}" for row in term.rows_N.tolist()]
+        return batch
+
+    def note_nll(self, view, term: str, total):
+        """The nll of every row that the first step scores."""
+        if self.case.get("record_nll") and not self.result["losses"]:
+            places = view._terms[term].places
+            self.result["nll"].setdefault(term, {}).update(zip(places, view.nll[term].tolist(), strict=True))
+        return total
 
     def train_step(self, original, forward_step, iterator, *args, **kwargs):
         stream = (iterator[0] if isinstance(iterator, list) else iterator).iterable
