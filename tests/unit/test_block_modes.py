@@ -1,6 +1,7 @@
 """bd3lm, hybrid and idlm: noise, layout, visibility and loss, against loops and against published numbers."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -502,3 +503,13 @@ def test_defaults_are_the_published_ones():
     sizes = {mode: flags(mode, dllm_block_size=None).dllm_block_size for mode in MODES}
     assert sizes == {"bd3lm": 32, "hybrid": 32, "idlm": 1}
     assert flags("idlm").idlm_clean_loss_weight == 0.2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pictures_in_the_documents_are_the_rule(mode):
+    text = (Path(__file__).parents[2] / "docs" / "modes.md").read_text()
+    picture = text.split(f"```text {mode}\n")[1].split("```")[0]
+    args = flags(mode, dllm_block_size=2)
+    batch = MODES[mode].layout([MODES[mode].corrupt(make_sample([0] * 6), Draws(1, 0), args)], 6, args)
+    rows = ["".join("■" if x else "·" for x in row) for row in mask_of(mode, batch.attributes_BQA)[0]]
+    assert [line.replace("  ", "") for line in picture.splitlines() if line] == rows

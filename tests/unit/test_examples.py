@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dllm.modes import MODES
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAUNCHERS = sorted((ROOT / "examples").glob("*/*.sh"))
+RUNS_IT = tuple(f"examples/{mode}/" for mode in MODES)  # scripts that take pretrain_dllm.py's flags
 SHELL = [*sorted((ROOT / "examples").rglob("*.sh")), *(ROOT / "examples").rglob("*.sbatch"), ROOT / "tests/run.sh"]
 
 _RECORD = """#!/usr/bin/env python
@@ -112,7 +115,7 @@ def case(call: list[str], tokenizer_of: dict) -> dict:
     return dict(processes=nodes * int(launcher[launcher.index("--nproc-per-node") + 1]), argv=argv)
 
 
-@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda path: path.name)
+@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_launch_script_is_a_legal_command(script, torchrun, tokenizers, tmp_path):
     calls = torchrun(["bash", str(script)], CHAT=str(tmp_path / "chat.jsonl"))
     (error,) = parse([case(calls[-1], tokenizers)])
@@ -192,11 +195,11 @@ def test_documents_use_flags_that_exist():
     for name, command in COMMANDS:
         words = command.split()
         program = next((Path(w).name for w in words if Path(w).name in known), None)
-        if program is None and any(w.startswith("examples/mdlm/") for w in words):
+        if program is None and any(w.startswith(RUNS_IT) for w in words):
             program = "pretrain_dllm.py"
         if program is None:
             continue
-        start = next(i for i, w in enumerate(words) if Path(w).name == program or w.startswith("examples/mdlm/"))
+        start = next(i for i, w in enumerate(words) if Path(w).name == program or w.startswith(RUNS_IT))
         for flag in (w.split("=")[0] for w in words[start:] if w.startswith("--")):
             assert flag in known[program], f"{name}: {program} has no {flag} ({command})"
     anything = set().union(*known.values())
