@@ -1,9 +1,10 @@
 """Measure this code against the usual way, in one run, on the same weights and the same batch.
 
-    python tools/benchmark.py train [--layers 4 --hidden 256 --vocabulary 32000 --seq-length 512 --batch 16]
+    python tools/benchmark.py train [--mode mdlm --layers 4 --hidden 256 --vocabulary 32000 --seq-length 512 --batch 16]
 
-`train`: one mdlm training step (forward, backward, AdamW). The usual way is a plain `transformers` Llama with
-a full 4-D additive mask, logits of all positions and cross entropy over them, as the reference recipes train.
+`train`: one training step (forward, backward, AdamW). The usual way is a plain `transformers` Llama on the same input
+(of a two-stream mode the 2L concatenated tokens) with a full 4-D additive mask, ready-made, logits of all positions
+and cross entropy over them, as the reference recipes train.
 Each side is a process of its own, so that its peak memory is its own; their steps alternate, so that whatever
 else the machine does hits both. Before anything is timed, loss and gradient norm of both must agree.
 """
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 BATCHES = 4  # different ones, taken in turn: the share of scored rows varies with the noise level
@@ -27,7 +29,9 @@ TOLERANCE = 1e-4  # relative, of loss and gradient norm between the two sides, i
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=["train"], help="a training step of mdlm against a transformers Llama")
+    parser.add_argument("command", choices=["train"], help="a training step against a transformers Llama")
+    parser.add_argument("--mode", choices=["mdlm", "bd3lm", "hybrid", "idlm"], default="mdlm")
+    parser.add_argument("--block-size", type=int, default=32, help="Of the modes that have blocks.")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
@@ -68,12 +72,14 @@ def ours(options, folder: Path):
     from megatron_dllm.data.datasets import build_datasets
     from megatron_dllm.data.stream import Collate, CorruptedSamples
     from megatron_dllm.launch import default_to_one_process
-    from megatron_dllm.modes import mdlm
+    from megatron_dllm.modes import get_mode
     from megatron_dllm.training import install, model_provider
 
     default_to_one_process()
-    flags = f"""--dllm-mode mdlm --num-layers {options.layers} --hidden-size {options.hidden} --ffn-hidden-size
-        {options.ffn} --num-attention-heads {options.heads} --seq-length {options.seq_length} --micro-batch-size
+    mode = get_mode(options.mode)
+    blocks = f"--dllm-block-size {options.block_size}" if "dllm_block_size" in mode.USES else ""
+    flags = f"""--dllm-mode {options.mode} {blocks} --num-layers {options.layers} --hidden-size {options.hidden}
+        --ffn-hidden-size {options.ffn} --num-attention-heads {options.heads} --seq-length {options.seq_length} --micro-batch-size
         {options.batch} --train-iters 1 --lr 1e-3 --data-path {write_corpus(options, folder)} --split 100,0,0
         --tokenizer-type NullTokenizer --vocab-size {options.vocabulary} --dllm-verify-peers 0
         --dllm-mask-token-id {options.vocabulary - 2} --make-vocab-size-divisible-by 1"""
@@ -90,21 +96,36 @@ def ours(options, folder: Path):
         rows = [samples[i * options.batch + j] for j in range(options.batch)]
         batches.append(collate(rows))
         seconds.append(time.perf_counter() - start)
-        tokens = torch.stack([row.sample.tokens_S for row in rows])
-        weights = torch.stack([row.weight_S for row in rows])
-        shared.append((batches[-1].tokens_BQ, tokens, weights, batches[-1].counts["dllm"]))
+        shared.append(for_the_other_side(mode, rows, options, args))
     torch.save(dict(weights=model.state_dict(), batches=shared), folder / "shared.tmp")
     os.replace(folder / "shared.tmp", folder / "shared")
 
-    loss_terms = functools.partial(mdlm.loss, args=args)
+    loss_terms = functools.partial(mode.loss, args=args)
 
     def loss(step):
         batch = batches[step % BATCHES]
         terms = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=loss_terms, terms=batch.terms)
-        return terms[0].sum / batch.counts["dllm"]
+        return sum(term.weight * term.sum / batch.counts[term.name] for term in terms)
 
-    scored = sum(len(batch.terms["dllm"].rows_N) for batch in batches) / BATCHES
+    scored = sum(len(term.rows_N) for batch in batches for term in batch.terms.values()) / BATCHES
     return model, loss, dict(assembly=statistics.median(seconds), scored=scored)
+
+
+def for_the_other_side(mode, rows, options, args) -> tuple:
+    """(tokens, positions, additive mask, targets, weights) over Q = streams · L positions, as plain tensors."""
+    import torch
+
+    whole = mode.layout(rows, options.seq_length, args)
+    attributes = whole.attributes_BQA[:1]  # of full single documents: the same in every row
+    allowed = mode.visible(attributes[:, :, None], attributes[:, None])
+    mask = torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))[:, None]
+    score = types.SimpleNamespace(weighted_nll=lambda name: torch.tensor(0.0))
+    targets, weights = torch.zeros_like(whole.tokens_BQ), torch.zeros(whole.tokens_BQ.shape)
+    for part in mode.loss(score, args):  # no position is scored by two terms
+        term = whole.terms[part.name]
+        targets += term.targets_BQ * (term.weights_BQ > 0)
+        weights += part.weight * term.weights_BQ / term.count
+    return whole.tokens_BQ, whole.position_ids_BQ, mask, targets, weights
 
 
 def usual(options, folder: Path):
@@ -124,7 +145,7 @@ def usual(options, folder: Path):
             num_hidden_layers=options.layers,
             num_attention_heads=n,
             num_key_value_heads=n,
-            max_position_embeddings=options.seq_length,
+            max_position_embeddings=4 * options.seq_length,
             rms_norm_eps=1e-5,
             tie_word_embeddings=False,
             attn_implementation="sdpa",
@@ -132,13 +153,13 @@ def usual(options, folder: Path):
     )
     model.load_state_dict(llama_keys(shared["weights"], options.layers, n, h // n))
     batches = shared.pop("batches")
-    mask = torch.zeros(options.batch, 1, options.seq_length, options.seq_length)
 
     def loss(step):
-        x_t, x_0, weight, count = batches[step % BATCHES]
-        logits = model(input_ids=x_t, attention_mask=mask, use_cache=False).logits
-        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), x_0.flatten(), reduction="none")
-        return (nll * weight.flatten()).sum() / count
+        tokens, positions, mask, targets, weights = batches[step % BATCHES]
+        mask = mask.expand(options.batch, -1, -1, -1)
+        logits = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        return (nll * weights.flatten()).sum()
 
     return model, loss, {}
 
@@ -223,7 +244,7 @@ def train(options) -> int:
 def report(options, first, seconds, memory) -> None:
     tokens = options.batch * options.seq_length
     print(
-        f"mdlm step: {options.layers} layers, width {options.hidden}, vocabulary {options.vocabulary}, "
+        f"{options.mode} step: {options.layers} layers, width {options.hidden}, vocabulary {options.vocabulary}, "
         f"{options.seq_length} x {options.batch} tokens ({first['ours']['scored']:.0f} scored on average), fp32, "
         f"{options.threads} threads, {options.steps} steps of each side"
     )
