@@ -78,9 +78,10 @@ def ours(options, folder: Path):
     default_to_one_process()
     mode = get_mode(options.mode)
     blocks = f"--dllm-block-size {options.block_size}" if "dllm_block_size" in mode.USES else ""
-    flags = f"""--dllm-mode {options.mode} {blocks} --num-layers {options.layers} --hidden-size {options.hidden}
-        --ffn-hidden-size {options.ffn} --num-attention-heads {options.heads} --seq-length {options.seq_length} --micro-batch-size
-        {options.batch} --train-iters 1 --lr 1e-3 --data-path {write_corpus(options, folder)} --split 100,0,0
+    flags = f"""--dllm-mode {options.mode} {blocks}
+        --num-layers {options.layers} --hidden-size {options.hidden} --ffn-hidden-size {options.ffn}
+        --num-attention-heads {options.heads} --seq-length {options.seq_length} --micro-batch-size {options.batch}
+        --train-iters 1 --lr 1e-3 --data-path {write_corpus(options, folder)} --split 100,0,0
         --tokenizer-type NullTokenizer --vocab-size {options.vocabulary} --dllm-verify-peers 0
         --dllm-mask-token-id {options.vocabulary - 2} --make-vocab-size-divisible-by 1"""
     sys.argv = ["benchmark", *flags.split()]

@@ -45,6 +45,43 @@ LAYOUTS = {
 }
 
 
+# main_grad is scattered over ranks there: judged by loss and gradient norm
+_OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+DISTRIBUTED_OPTIMIZER = {
+    "DP2": (2, "--use-distributed-optimizer"),
+    "DP2 overlap": (2, _OVERLAP),
+    "DP4 overlap": (4, _OVERLAP),
+    "DP2 TP2 SP overlap": (4, f"--tensor-model-parallel-size 2 --sequence-parallel {_OVERLAP}"),
+    "DP2 PP2 VPP2 overlap": (
+        4,
+        f"--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {_OVERLAP}",
+    ),
+    "CP2 DP2 overlap": (4, f"--context-parallel-size 2 {_OVERLAP}"),
+}
+MIXTURE_OF_EXPERTS = {
+    "one micro-batch": (1, "--micro-batch-size 8"),
+    "DP2 EP2": (2, "--expert-model-parallel-size 2"),
+    "DP4 EP4": (4, "--expert-model-parallel-size 4"),
+    "TP2 SP ETP2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "TP2 SP EP2 ETP1": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1",
+    ),
+    "TP2 SP EP2 ETP2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+    "TP4 SP EP2 ETP2": (
+        4,
+        "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 2",
+    ),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "CP2": (2, "--context-parallel-size 2"),
+    "CP2 EP2": (2, "--context-parallel-size 2 --expert-model-parallel-size 2"),
+    "DP2 EP2 PP2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "recompute full": LAYOUTS["recompute full"],
+}
+
+
 def close(a, b, relative=RELATIVE):
     return a == pytest.approx(b, rel=relative)
 

@@ -6,47 +6,10 @@ computed the plain way (full logits, F.cross_entropy, autograd over the whole gl
 
 import pytest
 
-from tests.parallel.families import LAYOUTS, close
-
-# main_grad is scattered over ranks there: judged by loss and gradient norm
-_OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-DISTRIBUTED_OPTIMIZER = {
-    "DP2": (2, "--use-distributed-optimizer"),
-    "DP2 overlap": (2, _OVERLAP),
-    "DP4 overlap": (4, _OVERLAP),
-    "DP2 TP2 SP overlap": (4, f"--tensor-model-parallel-size 2 --sequence-parallel {_OVERLAP}"),
-    "DP2 PP2 VPP2 overlap": (
-        4,
-        f"--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {_OVERLAP}",
-    ),
-    "CP2 DP2 overlap": (4, f"--context-parallel-size 2 {_OVERLAP}"),
-}
-
+from tests.parallel.families import DISTRIBUTED_OPTIMIZER, LAYOUTS, MIXTURE_OF_EXPERTS, close
 
 SOME = ("DP2|TP2 SP|PP2 VPP2|CP2 a2a|CP2 all_gather|recompute full|TP2 SP PP2|TP2 SP CP2|PP2 CP2|DP2 CP2").split("|")
 TIED = "one micro-batch|TP2 SP|PP2|PP2 VPP2|TP2 SP PP2".split("|")
-MIXTURE_OF_EXPERTS = {
-    "one micro-batch": (1, "--micro-batch-size 8"),
-    "DP2 EP2": (2, "--expert-model-parallel-size 2"),
-    "DP4 EP4": (4, "--expert-model-parallel-size 4"),
-    "TP2 SP ETP2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "TP2 SP EP2 ETP1": (
-        2,
-        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
-        "--expert-tensor-parallel-size 1",
-    ),
-    "TP2 SP EP2 ETP2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
-    "TP4 SP EP2 ETP2": (
-        4,
-        "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 2 "
-        "--expert-tensor-parallel-size 2",
-    ),
-    "PP2": (2, "--pipeline-model-parallel-size 2"),
-    "CP2": (2, "--context-parallel-size 2"),
-    "CP2 EP2": (2, "--context-parallel-size 2 --expert-model-parallel-size 2"),
-    "DP2 EP2 PP2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "recompute full": LAYOUTS["recompute full"],
-}
 
 
 def test_the_single_process_equals_the_naive_computation(family):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.families import LAYOUTS, close
+from tests.parallel.families import DISTRIBUTED_OPTIMIZER, LAYOUTS, MIXTURE_OF_EXPERTS, close
 
 # 5 divides neither the length nor a context-parallel chunk
 MODES = {
@@ -45,6 +45,18 @@ def test_chat(family, mode, name):
 @pytest.mark.parametrize("name", TEXT)
 def test_packed_text(family, mode, name):
     family("text", MODES[mode]).check(*LAYOUTS[name])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ("DP2 overlap", "DP2 TP2 SP overlap", "DP2 PP2 VPP2 overlap"))
+def test_distributed_optimizer(family, mode, name):
+    family("chat", MODES[mode]).check(*DISTRIBUTED_OPTIMIZER[name], gradients=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ("DP2 EP2", "TP2 SP EP2 ETP1", "CP2 EP2", "PP2"))
+def test_mixture_of_experts(family, mode, name):
+    family("chat", MODES[mode], "--model-preset tiny-moe").check(*MIXTURE_OF_EXPERTS[name])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
