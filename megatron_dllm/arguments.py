@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--dllm-attention-backend",
         choices=BACKENDS,
         default="auto",
-        help="flex (GPU, block-sparse) or sdpa (dense mask); auto is flex on a GPU and sdpa on a CPU. A rule "
-        "that needs no mask always runs without one.",
+        help="flex (GPU, block-sparse), tiled (CPU, block-sparse) or sdpa (dense mask); auto is flex on a GPU, on a "
+        "CPU tiled for long sequences and sdpa for short ones. A rule that needs no mask always runs without one.",
     )
     group.add_argument(
         "--dllm-verify-peers",

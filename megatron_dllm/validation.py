@@ -134,7 +134,13 @@ def check_flags(args, given: set[str]) -> None:
     if args.train_data_path is not None and "split" in given:
         raise ValueError("--split has no effect on --train-data-path: give --valid-data-path or remove it.")
     if args.dllm_attention_backend == "flex" and not torch.cuda.is_available():
-        raise ValueError("--dllm-attention-backend flex needs a GPU (on a CPU it has no backward): use sdpa or auto.")
+        raise ValueError(
+            "--dllm-attention-backend flex needs a GPU (on a CPU it has no backward): use tiled, sdpa or auto."
+        )
+    if args.dllm_attention_backend == "tiled" and torch.cuda.is_available():
+        raise ValueError("--dllm-attention-backend tiled is for CPUs: use flex, sdpa or auto.")
+    if args.dllm_attention_backend == "tiled" and args.attention_dropout:
+        raise ValueError("--dllm-attention-backend tiled has no dropout: use --attention-dropout 0, or sdpa.")
 
 
 def _can_hold_files(path: str) -> bool:

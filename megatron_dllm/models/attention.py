@@ -1,8 +1,8 @@
 """One core attention for every mode: it evaluates the mode's `visible` rule and knows context parallelism.
 
 Megatron's TransformerBlock hands its `attention_mask` unchanged to every core attention, through pipeline
-stages and activation recomputation. We pass the attribute tensor there, so the one rule makes the dense mask
-and the Flex BlockMask alike, and no mask kind of a kernel is ever silently replaced by another.
+stages and activation recomputation. We pass the attribute tensor there, so the one rule makes the dense mask,
+the Flex BlockMask and the tiles of a CPU alike, and no mask kind of a kernel is ever silently replaced by another.
 
 Shapes: s local sequence, b batch, h query heads, g key/value heads, d head size, S global sequence.
 """
@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_dllm.models.tiled import Plan, make_plan, tiled_attention
 from megatron_dllm.modes.base import Rule
 
-BACKENDS = ("auto", "sdpa", "flex")
+BACKENDS = ("auto", "sdpa", "flex", "tiled")
+TILED_FROM = 512  # keys; below, a dense mask costs less than the many small calls, or about the same
 
 
 class RuleAttention(MegatronModule):
@@ -60,29 +62,41 @@ class RuleAttention(MegatronModule):
             own = slice(self.cp.rank() * s, (self.cp.rank() + 1) * s)
         elif cp > 1:
             query, key, value = (self._heads_for_sequence(x) for x in (query, key, value))
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        output = self._attend(query, key, value, attributes, own).permute(2, 0, 1, 3)
+        output = self._attend(query, key, value, attributes, own)
         if cp > 1 and self.cp_comm_type == "a2a":
             output = self._sequence_for_heads(output)
         return output.reshape(s, b, h * d)
 
     def _attend(self, query, key, value, attributes, own: slice):
-        options = dict(scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1])
+        """[s,b,h,d] queries, [S,b,g,d] keys and values -> [s,b,h,d]"""
         dropout = self.dropout if self.training else 0.0
+        if attributes is not None and self.use_tiled(query, key):
+            if dropout:
+                raise ValueError("tiled attention has no dropout: use --attention-dropout 0.")
+            plan = masks.tiled(self.visible, attributes, own, query.dtype)
+            return tiled_attention(query, key, value, plan, self.softmax_scale)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        options = dict(scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1])
         if attributes is not None and self.use_flex(query):
             if dropout:
                 raise ValueError("Flex attention has no dropout: use --attention-dropout 0.")
-            return flex(query, key, value, block_mask=masks.block(self.visible, attributes, own), **options)
-        mask = None
+            output = flex(query, key, value, block_mask=masks.block(self.visible, attributes, own), **options)
+            return output.permute(2, 0, 1, 3)
         if attributes is not None:
-            mask = masks.dense(self.visible, attributes, own, query.dtype)
+            options["attn_mask"] = masks.dense(self.visible, attributes, own, query.dtype)
         if not dropout:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+            return F.scaled_dot_product_attention(query, key, value, **options).permute(2, 0, 1, 3)
         with tensor_parallel.get_cuda_rng_tracker().fork():  # peers hold different heads: different masks
-            return F.scaled_dot_product_attention(query, key, value, mask, dropout, **options)
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **options).permute(2, 0, 1, 3)
 
     def use_flex(self, query) -> bool:
         return self.backend == "flex" or (self.backend == "auto" and query.is_cuda)
+
+    def use_tiled(self, query, key) -> bool:
+        """Whether to attend in tiles, given [s,b,h,d] queries and [S,b,g,d] keys."""
+        if self.backend != "auto":
+            return self.backend == "tiled"
+        return not query.is_cuda and not (self.training and self.dropout) and len(key) >= TILED_FROM
 
     # --- context parallelism: Megatron's own differentiable collectives over the context-parallel group ---
 
@@ -140,6 +154,11 @@ class _Masks:
             return mask.masked_fill_(~allowed, float("-inf"))[:, None]
 
         return self._get((visible, own.start, dtype), attributes, make)
+
+    def tiled(self, visible: Rule, attributes: torch.Tensor, own: slice, dtype: torch.dtype) -> Plan:
+        """Which tiles to multiply under the same rule, and the masks of those seen in part."""
+        make = lambda: make_plan(visible, attributes, own, dtype)
+        return self._get((visible, own.start, dtype, "tiled"), attributes, make)
 
     def block(self, visible: Rule, attributes: torch.Tensor, own: slice):
         """Flex BlockMask of the same rule."""

@@ -65,6 +65,14 @@ def test_variants(family, variant, name):
     family("chat", VARIANTS[variant]).check(*LAYOUTS[name])
 
 
+@pytest.mark.parametrize("name", ("one micro-batch", "CP2 a2a", "CP2 all_gather", "PP2 VPP2", "recompute full"))
+@pytest.mark.parametrize("kind", ("chat", "text"))
+def test_attention_in_tiles(family, kind, name):
+    """Against the reference of a dense mask, which `auto` takes for sequences this short."""
+    processes, flags = LAYOUTS[name]
+    family(kind, MODES["hybrid"]).check(processes, f"{flags} --dllm-attention-backend tiled")
+
+
 # --- leaks ------------------------------------------------------------------------------------------------------------
 
 PLACE = 17  # of 64, in block 3 of 5 tokens

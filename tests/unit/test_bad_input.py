@@ -8,6 +8,7 @@ from pathlib import Path
 import megatron.training.training as training
 import pytest
 
+from megatron_dllm import validation
 from megatron_dllm.arguments import parse_arguments
 from megatron_dllm.checkpoint import check_before_loading
 from megatron_dllm.data.datasets import build_datasets
@@ -72,6 +73,7 @@ FLAGS = {
     "--pad-seq-len-divisible 0": "--pad-seq-len-divisible 0 is too small",
     "--dllm-verify-peers -1": "--dllm-verify-peers -1 is too small: it must be at least 0",
     "--dllm-attention-backend flex": "flex needs a GPU",
+    "--dllm-attention-backend tiled --attention-dropout 0.1": "tiled has no dropout: use --attention-dropout 0",
     "--save /dev/null --save-interval 1": "--save /dev/null is not a folder",
     "--bf16 --fp16": "Megatron refuses this combination of flags: assert not args.bf16",
     "--dllm-mode nosuch": "unknown --dllm-mode 'nosuch': choose one of",
@@ -109,6 +111,12 @@ def test_layout(refused, data, flags):
 @pytest.mark.parametrize("flags", FLAGS)
 def test_flags(refused, data, flags):
     assert FLAGS[flags] in refused([*TINY, "--sft-data-path", data["chat"], *flags.split()])
+
+
+def test_the_attention_of_cpus_on_a_gpu(refused, data, monkeypatch):
+    monkeypatch.setattr(validation.torch.cuda, "is_available", lambda: True)
+    argv = [*TINY, "--sft-data-path", data["chat"], "--dllm-attention-backend", "tiled"]
+    assert "tiled is for CPUs: use flex, sdpa or auto" in refused(argv)
 
 
 @pytest.mark.parametrize("flag", ("--sft-last-turn-only", "--dllm-padding supervise", "--pad-seq-len-divisible 8"))
