@@ -12,6 +12,7 @@ import torch
 def install() -> None:
     """Once per process."""
     _torch_adam_in_distributed_optimizer()
+    _optimizer_of_experts()
     _prebuilt_dataset_helpers()
     _first_logged_interval()
     _fault_tolerance_parses_again()
@@ -59,6 +60,50 @@ def _torch_adam_in_distributed_optimizer() -> None:
     DistributedOptimizer.state_dict = state_dict_of_fresh_optimizer
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_step
     DistributedOptimizer.load_state_dict = load_state_dict_with_own_steps
+
+
+def _optimizer_of_experts() -> None:
+    """Experts have an optimizer of their own with EP > 1 or an expert TP other than TP; else one has all parameters.
+
+    A checkpoint holds moments by the parameter's name, which suits both. The rest (settings of parameter groups,
+    step, loss scale) lies in the state of the one optimizer, or in numbered states of two, so that ChainedOptimizer
+    finds the tensors it asked for at one level and the rest at the other. It is moved to where the tensors are.
+    """
+    from megatron.core.optimizer import ChainedOptimizer
+
+    load_state_dict = ChainedOptimizer.load_state_dict
+
+    @functools.wraps(load_state_dict)
+    def load_state_dict_of_one_or_two(self, state):
+        numbered = {key: state[key] for key in state if isinstance(key, int)} if isinstance(state, dict) else {}
+        if numbered and len(numbered) < len(state):
+            alone = {key: state[key] for key in state if key not in numbered}
+            several = len(self.chained_optimizers) > 1
+            state, saved = (numbered, [alone]) if several else (alone, list(numbered.values()))
+            for number, optimizer in enumerate(self.chained_optimizers):
+                _complete(state[number] if several else state, optimizer.param_groups, saved)
+        load_state_dict(self, state)
+
+    ChainedOptimizer.load_state_dict = load_state_dict_of_one_or_two
+
+
+def _complete(state: dict, groups: list[dict], saved: list[dict]) -> None:
+    """Give `state`, the tensors of an optimizer with these parameter groups, what else is in the `saved` states."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    level = lambda part: part.setdefault("optimizer", {}) if "optimizer" in saved[0] else part
+    kind = lambda group: [group.get(key) for key in param_group_identifier_keys if key != "is_expert_parallel"]
+    own, candidates = level(state), [group for part in saved for group in level(part)["param_groups"]]
+    # what a state has of its groups are the numbers of their parameters; the distributed optimizer's has nothing
+    numbers = own.get("param_groups", [{}] * len(groups))
+    own["param_groups"] = []
+    for group, numbers_of_group in zip(groups, numbers, strict=True):
+        like = next((other for other in candidates if kind(other) == kind(group)), {})  # {}: Megatron will complain
+        own["param_groups"].append({**like, "is_expert_parallel": group["is_expert_parallel"], **numbers_of_group})
+    for part in saved:
+        if "common_step" in level(part).get("state", {}):
+            own.setdefault("state", {})["common_step"] = level(part)["state"]["common_step"]
+    state.update({key: saved[0][key] for key in ("grad_scaler", "param_state_sharding_type") if key in saved[0]})
 
 
 def _prebuilt_dataset_helpers() -> None:
