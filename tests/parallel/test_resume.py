@@ -123,24 +123,34 @@ def test_the_sharded_optimizer_state_reshards(pool, argv, uninterrupted, name):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "kind"),
     (
-        ("1", "EP2"),
-        ("EP2", "1"),
-        ("EP2", "EP4"),
-        ("EP2", "TP2 SP"),
-        ("TP2 SP ETP1", "TP2 SP"),
-        ("TP2 SP ETP1", "EP2 PP2"),
-        ("1 distributed optimizer", "EP2 distributed optimizer"),
-        ("EP2 distributed optimizer", "DP2 distributed optimizer"),
-        ("EP2 distributed optimizer", "TP2 SP EP2 ETP2 distributed optimizer"),
+        ("experts 1", "experts EP2", ""),
+        ("experts EP2", "experts 1", ""),
+        ("experts EP2", "experts EP4", ""),
+        ("experts EP2", "experts TP2 SP", ""),
+        ("experts TP2 SP ETP1", "experts TP2 SP", ""),
+        ("experts TP2 SP ETP1", "experts EP2 PP2", ""),
+        ("experts 1", "experts EP2", " distributed optimizer"),
+        ("experts EP2", "experts DP2", " distributed optimizer"),
+        ("experts EP2", "experts TP2 SP EP2 ETP2", " distributed optimizer"),
     ),
 )
-def test_experts_resume_with_an_optimizer_of_their_own_and_without(pool, argv, uninterrupted, before, after):
-    folder, straight = uninterrupted(f"experts {before}")
-    result = resume(pool, argv, folder, f"experts {after}")[-1]
+def test_experts_resume_with_an_optimizer_of_their_own_and_without(pool, argv, uninterrupted, before, after, kind):
+    folder, straight = uninterrupted(before + kind)
+    result = resume(pool, argv, folder, after + kind)[-1]
     assert result["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
     assert result["grad_norms"] == pytest.approx(straight["grad_norms"][3:], rel=1e-5)
+
+
+@pytest.mark.parametrize("flags", ("", "--bf16", "--use-distributed-optimizer"))
+def test_a_first_stage_without_experts_resumes(pool, argv, tmp_path, flags):
+    """Its optimizer of experts has no parameter and no step, and it is the one whose settings are saved."""
+    processes, layout = LAYOUTS["experts EP2 PP2"]
+    argv = [*argv, *layout.split(), "--moe-layer-freq", "([0]*2+[1]*2)", *flags.split()]
+    straight = pool.run([*argv, "--save", tmp_path, "--save-interval", 3], processes)[-1]
+    result = pool.run([*argv, "--load", tmp_path, "--ckpt-step", 3], processes)[-1]
+    assert result["losses"] == straight["losses"][3:]
 
 
 @pytest.mark.parametrize("kind", ("", " distributed optimizer"))
