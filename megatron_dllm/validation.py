@@ -240,6 +240,10 @@ def _check_experts(args, tp: int, pp: int, world: int) -> None:
         return
     if args.num_experts % ep:
         raise ValueError(f"--num-experts {args.num_experts} is not divisible by EP {ep}.")
+    if tp > 1 and not args.sequence_parallel:
+        raise ValueError(
+            f"Megatron trains experts under TP {tp} with sequence parallelism only: add --sequence-parallel."
+        )
     etp = args.expert_tensor_parallel_size or tp
     if world % (etp * ep * pp):
         raise ValueError(

@@ -30,6 +30,24 @@ LAYOUTS = {
     ),
 }
 
+_TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+# a mixture of experts: one optimizer has all parameters, or (EP > 1, or an expert TP other than TP) experts their own
+EXPERTS = {
+    "experts 1": (1, ""),
+    "experts DP2": (2, ""),
+    "experts EP2": (2, "--expert-model-parallel-size 2"),
+    "experts EP4": (4, "--expert-model-parallel-size 4"),
+    "experts TP2 SP": (2, _TP2),
+    "experts TP2 SP ETP1": (2, f"{_TP2} --expert-tensor-parallel-size 1"),
+    "experts TP2 SP EP2 ETP2": (4, f"{_TP2} --expert-model-parallel-size 2"),
+    "experts EP2 PP2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+}
+LAYOUTS |= {name: (processes, f"--model-preset tiny-moe {flags}") for name, (processes, flags) in EXPERTS.items()}
+LAYOUTS |= {
+    f"{name} distributed optimizer": (LAYOUTS[name][0], f"{LAYOUTS[name][1]} --use-distributed-optimizer")
+    for name in EXPERTS
+}
+
 
 @pytest.fixture(scope="module")
 def argv(tmp_path_factory):
@@ -88,7 +106,7 @@ def test_the_same_layout_resumes_bit_by_bit(pool, argv, uninterrupted, tmp_path,
     assert common[0]["args"].consumed_train_samples == common[1]["args"].consumed_train_samples == 48
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "distributed" not in name and name != "TP2 SP"])
+@pytest.mark.parametrize("name", ("1", "DP2", "PP2 VPP2", "CP2"))
 def test_another_layout_continues_the_curve(pool, argv, uninterrupted, name):
     folder, straight = uninterrupted("TP2 SP")
     result = resume(pool, argv, folder, name)[-1]
@@ -102,6 +120,54 @@ def test_the_sharded_optimizer_state_reshards(pool, argv, uninterrupted, name):
     result = resume(pool, argv, folder, name)[-1]
     assert result["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
     assert result["grad_norms"] == pytest.approx(straight["grad_norms"][3:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    (
+        ("experts 1", "experts EP2", ""),
+        ("experts EP2", "experts 1", ""),
+        ("experts EP2", "experts EP4", ""),
+        ("experts EP2", "experts TP2 SP", ""),
+        ("experts TP2 SP ETP1", "experts TP2 SP", ""),
+        ("experts TP2 SP ETP1", "experts EP2 PP2", ""),
+        ("experts 1", "experts EP2", " distributed optimizer"),
+        ("experts EP2", "experts DP2", " distributed optimizer"),
+        ("experts EP2", "experts TP2 SP EP2 ETP2", " distributed optimizer"),
+    ),
+)
+def test_experts_resume_with_an_optimizer_of_their_own_and_without(pool, argv, uninterrupted, before, after, kind):
+    folder, straight = uninterrupted(before + kind)
+    result = resume(pool, argv, folder, after + kind)[-1]
+    assert result["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
+    assert result["grad_norms"] == pytest.approx(straight["grad_norms"][3:], rel=1e-5)
+
+
+@pytest.mark.parametrize("flags", ("", "--bf16", "--use-distributed-optimizer"))
+def test_a_first_stage_without_experts_resumes(pool, argv, tmp_path, flags):
+    """Its optimizer of experts has no parameter and no step, and it is the one whose settings are saved."""
+    processes, layout = LAYOUTS["experts EP2 PP2"]
+    argv = [*argv, *layout.split(), "--moe-layer-freq", "([0]*2+[1]*2)", *flags.split()]
+    straight = pool.run([*argv, "--save", tmp_path, "--save-interval", 3], processes)[-1]
+    result = pool.run([*argv, "--load", tmp_path, "--ckpt-step", 3], processes)[-1]
+    assert result["losses"] == straight["losses"][3:]
+
+
+@pytest.mark.parametrize("kind", ("", " distributed optimizer"))
+def test_the_state_of_experts_is_the_same_bits_in_every_layout(pool, argv, tmp_path, kind):
+    """Saved after three steps; loaded in two other layouts in turn and saved again at once."""
+    folders = []
+    for name in ("DP2", "EP2", "1"):
+        processes, flags = LAYOUTS[f"experts {name}{kind}"]
+        load = ["--load", folders[-1]] if folders else []
+        folders.append(tmp_path / name)
+        more = [*flags.split(), "--bf16", "--train-iters", 3, "--save", folders[-1], "--save-interval", 1000, *load]
+        assert len(pool.run([*argv, *more], processes)[-1]["losses"]) == (0 if load else 3)
+    saved = [tensors(folder / "iter_0000003") for folder in folders]
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") and "experts" in key for key in saved[0])
+    for other in saved[1:]:
+        assert other.keys() == saved[0].keys()
+        assert not [key for key in other if not torch.equal(other[key], saved[0][key])]
 
 
 @pytest.mark.parametrize(("before", "after"), ((2, 1), (2, 4), (1, 2)))

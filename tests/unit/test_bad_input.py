@@ -65,6 +65,11 @@ LAYOUTS = {
         3,
         "--num-experts 4 is not divisible by EP 3",
     ),
+    "--model-preset tiny-moe --tensor-model-parallel-size 2": (
+        2,
+        "under TP 2 with sequence parallelism only: add --seq",
+    ),
+    "--model-preset tiny-moe --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1": (2, "add --sequence-par"),
 }
 FLAGS = {
     "--seq-length 0": "--seq-length 0 is too small: it must be at least 1",
