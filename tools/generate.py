@@ -66,7 +66,7 @@ def _with_hyphens(word: str) -> str:
 
 def read_conversations(path: str) -> list[list[dict]]:
     """ValueError naming the line that holds no conversation."""
-    from megatron_dllm.data.chat import check_messages
+    from megatron_dllm.data.messages import check_messages
 
     try:
         with open(path, encoding="utf-8") as file:

@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_dllm.data.chat import Message, render_prompt
+from megatron_dllm.data.chat import render_prompt
+from megatron_dllm.data.messages import Message
 from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.generation.config import GenerationConfig
 
