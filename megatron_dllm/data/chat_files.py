@@ -15,6 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from megatron_dllm.data.documents import first_line
 from megatron_dllm.data.messages import Message, check_messages
 
 Check = Callable[[list[Message]], None]
@@ -151,7 +152,7 @@ class Parquet:
                     bar.update(size * len(batch) // len(self))
             except (pyarrow.ArrowException, OSError) as error:
                 raise ValueError(
-                    f"{self.path} is damaged behind row {row} ({_first_line(error)}): replace it."
+                    f"{self.path} is damaged behind row {row} ({first_line(error)}): replace it."
                 ) from error
 
     def _group(self, group: int):
@@ -171,17 +172,13 @@ class Parquet:
                 self._file = pyarrow.parquet.ParquetFile(self.path, memory_map=True)
             except (pyarrow.ArrowException, OSError) as error:
                 raise ValueError(
-                    f"{self.path} is not a parquet file ({_first_line(error)}): convert or remove it."
+                    f"{self.path} is not a parquet file ({first_line(error)}): convert or remove it."
                 ) from error
             self._cache, self._process = OrderedDict(), os.getpid()
         return self._file
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_file": None, "_process": None, "_cache": None}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _progress(path: str, size: int, unit: str):
