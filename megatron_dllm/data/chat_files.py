@@ -4,7 +4,6 @@ A file is read once when it is opened, to find its conversations and to check ev
 so that a broken one stops the run at once and not after a day.
 """
 
-import json
 import os
 import warnings
 from array import array
@@ -16,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 from megatron_dllm.data.documents import first_line
-from megatron_dllm.data.messages import Message, check_messages
+from megatron_dllm.data.messages import Message, check_messages, read_json
 
 Check = Callable[[list[Message]], None]
 """Raises ValueError for a conversation that cannot be trained on."""
@@ -72,12 +71,14 @@ class JsonLines:
 
     def _parse(self, line: bytes, number: int, check: Check) -> list[Message]:
         try:
-            record = json.loads(line)
+            record = read_json(line)
             if not isinstance(record, dict) or self.column not in record:
                 raise ValueError(f'it must be a JSON object with the key "{self.column}".')
             check(record[self.column])
-        except (ValueError, RecursionError) as error:  # json's errors are ValueErrors
+        except ValueError as error:
             raise ValueError(f"{self.path}, line {number}: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{self.path}, line {number}: a field is nested too deep: leave it out.") from error
         return record[self.column]
 
     def __getstate__(self) -> dict:

@@ -1,10 +1,19 @@
 """A conversation as data: what its messages must be, whatever a chat template makes of them."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
 """role, content, and what else a template may read."""
+
+
+def read_json(line: str | bytes) -> Any:
+    """Raises ValueError for what is not JSON, in whatever way."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:  # malformed, not UTF-8, a number too long, brackets too deep
+        raise ValueError(f"it is not valid JSON ({getattr(error, 'msg', error)}): write one object a line.") from error
 
 
 def check_messages(messages: Any, training: bool = True) -> None:

@@ -182,9 +182,12 @@ def test_damaged_parquet(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_deeply_nested_line(tmp_path):
+def test_deeply_nested_lines(tmp_path):
+    nested = json.loads("[" * 900 + "]" * 900)
+    with pytest.raises(ValueError, match="line 2: a field is nested too deep"):
+        ChatDataset([write(tmp_path / "a.jsonl", [TALK, [user("?", x=nested), TALK[1]]])], ByteLevel(), 64, 1)
     (tmp_path / "chat.jsonl").write_text('{"messages": ' + "[" * 100_000)
-    with pytest.raises(ValueError, match="chat.jsonl, line 1: "):
+    with pytest.raises(ValueError, match=r"chat.jsonl, line 1: it is not valid JSON \(maximum recursion.*line.$"):
         ChatDataset([str(tmp_path / "chat.jsonl")], ByteLevel(), 64, 1)
 
 
