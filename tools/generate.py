@@ -5,7 +5,8 @@
     python tools/generate.py --load checkpoints/run --infill --prompt "The capital of [MASK:7] is Paris."
 
 The checkpoint may come from any parallel layout. A model trained on chat data answers through its chat
-template; any other continues the text, as does every model with --raw.
+template; any other continues the text, as does every model with --raw. Answers appear in the order of the prompts, a
+batch at a time.
 """
 
 import argparse
@@ -52,6 +53,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--cfg-scale", type=float, default=default.cfg_scale, help="classifier-free guidance (%(default)s)")
     add("--stop-at-eos", action="store_true", help="finish an answer at its first EOS and fill up with EOS")
     add("--seed", type=int, default=default.seed, help="default %(default)s")
+    add("--batch-size", type=int, default=default.batch_size, metavar="N", help="prompts at a time (%(default)s)")
     parser.add_argument("--json", action="store_true", help="one object per prompt: text, ids, steps, ...")
     return parser.parse_args([_with_hyphens(word) for word in argv])
 
@@ -66,7 +68,7 @@ def _with_hyphens(word: str) -> str:
 
 def read_conversations(path: str) -> list[list[dict]]:
     """ValueError naming the line that holds no conversation."""
-    from megatron_dllm.data.chat import check_messages
+    from megatron_dllm.data.messages import check_messages, read_json
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -78,7 +80,7 @@ def read_conversations(path: str) -> list[list[dict]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = read_json(line)
             messages = record.get("messages") if isinstance(record, dict) else record
             check_messages(messages, training=False)
         except ValueError as error:
@@ -113,13 +115,23 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
+def quietly(completions: Iterator) -> Iterator:
+    """The same ones, each computed in `quiet`."""
+    while True:
+        with quiet():
+            completion = next(completions, None)
+        if completion is None:
+            return
+        yield completion
+
+
 def main() -> None:
     options = parse_args(sys.argv[1:])
     names = GenerationConfig.__dataclass_fields__
     try:
         config = GenerationConfig(**{name: value for name, value in vars(options).items() if name in names})
         with quiet():
-            from megatron_dllm.generation import check_sampler, generate
+            from megatron_dllm.generation import check_sampler, stream
             from megatron_dllm.generation.load import build, plan
             from megatron_dllm.generation.prompts import build_canvases
 
@@ -140,13 +152,14 @@ def main() -> None:
         fail(error)
     with quiet():
         loaded = build(planned)
-        completions = generate(loaded.model, tokenizer, prompts, config)
-    if int(os.environ.get("RANK", "0")) == 0:
-        for number, completion in enumerate(completions):
-            if options.json:
-                print(json.dumps(vars(completion), ensure_ascii=False))
-            else:
-                print(("\n" if number else "") + completion.text)
+        completions = stream(loaded.model, tokenizer, prompts, config)
+    for number, completion in enumerate(quietly(completions)):
+        if int(os.environ.get("RANK", "0")) > 0:
+            continue  # but every rank goes through every batch
+        if options.json:
+            print(json.dumps(vars(completion), ensure_ascii=False), flush=True)
+        else:
+            print(("\n" if number else "") + completion.text, flush=True)
     import torch
 
     torch.distributed.destroy_process_group()

@@ -22,7 +22,7 @@ from itertools import batched
 import numpy as np
 from tqdm import tqdm
 
-from megatron_dllm.data.documents import Record, check_inputs, parse, read_documents
+from megatron_dllm.data.documents import Record, check_inputs, output_folder, parse, read_documents
 from megatron_dllm.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
 _BATCH = 32  # documents that travel to a worker at once
@@ -96,7 +96,6 @@ def write(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[int, int]:
     """Writes a corpus for every key; (documents, tokens). Leaves nothing behind if anything fails."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    os.makedirs(os.path.dirname(args.output_prefix) or ".", exist_ok=True)
     finals = [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
     partials = [f"{final}.partial-{os.getpid()}" for final in finals]
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
@@ -145,7 +144,8 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = build_tokenizer(args)
         if args.append_eod and tokenizer.eos_id is None:
             raise ValueError("--append-eod needs a tokenizer with an eos token; this one has none.")
-        documents, tokens = write(args, tokenizer)
+        with output_folder(args.output_prefix):
+            documents, tokens = write(args, tokenizer)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

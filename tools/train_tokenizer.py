@@ -10,11 +10,14 @@ input instead, and characters that it does not hold become <unk>.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
+from itertools import chain
 
-from megatron_dllm.data.documents import check_inputs, parse, read_documents
+from megatron_dllm.data.documents import check_inputs, output_folder, parse, read_documents
 
+_SMALLEST = 7  # four special tokens, new line, tab, and something to spell text with
 _SMALLEST_WITH_BYTES = 512  # 256 bytes leave room for as many other pieces
 
 
@@ -31,18 +34,37 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def lines(args: argparse.Namespace) -> Iterator[str]:
     """Non-empty stretches of text without new lines and tabs, which are pieces already.
 
-    SentencePiece would skip whatever holds a tab.
+    SentencePiece would skip whatever holds a tab. Raises ValueError for a malformed document, naming it.
     """
     for origin, record in read_documents(args.input, args.json_keys):
         for text in parse(origin, record, args.json_keys):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{origin}: holds half a character ({error.reason}); remove it.") from error
             yield from filter(None, text.replace("\t", "\n").split("\n"))
 
 
 def train(args: argparse.Namespace) -> str:
-    """Trains and writes the model; its path. Raises ValueError if the vocabulary does not fit the text."""
+    """Trains and writes the model; its path. Leaves nothing behind if anything fails.
+
+    Raises ValueError for malformed documents, input without text, and a vocabulary that does not fit the text.
+    """
     import sentencepiece
 
-    os.makedirs(os.path.dirname(args.output_prefix) or ".", exist_ok=True)
+    failures: list[Exception] = []
+
+    def guarded(texts: Iterator[str]) -> Iterator[str]:
+        try:
+            yield from texts
+        except Exception as error:  # SentencePiece makes a page of it
+            failures.append(error)
+            raise
+
+    texts = lines(args)
+    first = next(texts, None)
+    if first is None:
+        raise ValueError("The input holds no text; check --input and --json-keys.")
     path = f"{args.output_prefix}.model"
     bytes_as_pieces = args.vocab_size >= _SMALLEST_WITH_BYTES
     sentencepiece.set_random_generator_seed(0)  # which lines are sampled
@@ -50,7 +72,7 @@ def train(args: argparse.Namespace) -> str:
     try:
         with open(partial, "wb") as file:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=lines(args),
+                sentence_iterator=guarded(chain([first], texts)),
                 model_writer=file,
                 model_type="unigram",
                 vocab_size=args.vocab_size,
@@ -72,23 +94,37 @@ def train(args: argparse.Namespace) -> str:
                 minloglevel=2,
             )
         os.replace(partial, path)
-    except RuntimeError as error:  # "INTERNAL: path(line) [condition] What is wrong. What to do."
-        reason = str(error).split("] ")[-1].strip().rstrip(".")
-        raise ValueError(
-            f"SentencePiece cannot train {args.vocab_size} pieces on this input ({reason}); "
-            "change --vocab-size or the input."
-        ) from error
+    except RuntimeError as error:
+        raise failures[0] if failures else ValueError(_what_is_wrong(error, args.vocab_size)) from error
     finally:
         if os.path.exists(partial):
             os.remove(partial)
     return path
 
 
+def _what_is_wrong(error: RuntimeError, vocab_size: int) -> str:
+    """One sentence for SentencePiece's "INTERNAL: path(line) [condition] What is wrong. What to do."."""
+    if needed := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
+        return f"--vocab-size {vocab_size} is too small for the characters of this input; give at least {needed[1]}."
+    if most := re.search(r"too high .* <= (\d+)", str(error)):
+        fits = int(most[1])
+        if fits < _SMALLEST_WITH_BYTES <= vocab_size:  # so small a one would be trained without them
+            fits -= 256
+        return f"--vocab-size {vocab_size} is too large for this input; give at most {fits}, or more text."
+    reason = " ".join(str(error).split("] ")[-1].split()).rstrip(".") or "no reason given"
+    return f"SentencePiece cannot train {vocab_size} pieces on this input ({reason}); change --vocab-size or the input."
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
+        if args.vocab_size < _SMALLEST:
+            raise ValueError(f"--vocab-size is {args.vocab_size}; give at least {_SMALLEST}.")
+        if args.max_lines < 1:
+            raise ValueError(f"--max-lines is {args.max_lines}; give at least 1.")
         check_inputs(args.input)
-        print(train(args))
+        with output_folder(args.output_prefix):
+            print(train(args))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -28,7 +28,8 @@ As in transformers, the text of a special token inside a message is read as that
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+
+from megatron_dllm.data.messages import Message, check_characters, check_messages
 
 PLAIN_TEMPLATE = (
     "{{ bos_token }}"
@@ -53,7 +54,6 @@ PLAIN_ROLES = ("system", "user", "assistant")
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PLACEHOLDER = "PLACEHOLDERxOFxTHExANSWER"  # in place of a turn's content, shows what a template puts after it
 
-Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in the characters of the rendered text
 
 
@@ -95,23 +95,15 @@ def render_prompt(messages: Sequence[Message], tokenizer, template: str | None =
     return _without_mask_token(script.encode(spans, supervised=[])[0], tokenizer)
 
 
-def check_messages(messages: Any, training: bool = True) -> None:
-    """Raises ValueError unless `messages` is a list of {"role": str, "content": str, ...}; for `training` one
-    of them must be the assistant's."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"A conversation must be a non-empty list of messages, but this one is {_short(messages)}.")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f'Message {i} must be an object with a "role" and a "content", but it is {_short(message)}.'
-            )
-        if not isinstance(message.get("content"), str):
-            raise ValueError(
-                f"The content of message {i} must be a string, but it is {_short(message.get('content'))}: "
-                "join the text parts and leave out the others."
-            )
-    if training and not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("The conversation has no assistant message to learn from: remove it from the data.")
+def check_template(tokenizer, template: str | None = None) -> None:
+    """Raises ValueError for a template that is not Jinja, whatever the data, or a tokenizer without EOS."""
+    import jinja2
+
+    try:
+        _Script([], tokenizer, template)
+    except ValueError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, jinja2.TemplateSyntaxError):
+            raise  # what else a template may say, it says about a conversation without messages
 
 
 class _Script:
@@ -157,11 +149,18 @@ class _Script:
                 add_generation_prompt=generation_prompt,
                 **_special_texts(self.tokenizer),
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except jinja2.TemplateSyntaxError as error:
             raise ValueError(
-                f"The chat template rejects the conversation ({error}): mend the data or pass another "
+                f"The chat template is not valid Jinja (line {error.lineno}: {error.message}): correct it, or pass "
+                "another with --chat-template."
+            ) from error
+        except Exception as error:  # a template is a program, which can fail in any way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(
+                f"The chat template rejects the conversation ({reason.rstrip('.')}): mend the data or pass another "
                 "template with --chat-template."
             ) from error
+        check_characters(text, "the rendered conversation")
         return text, list(tags[0]) if tags else []
 
     def close_turns(self, only_last: bool, end_of_conversation: bool) -> list[Span]:
@@ -308,15 +307,18 @@ def _special_tokens(tokenizer) -> tuple[str, ...]:
     return tuple(sorted(texts - {""}, key=lambda text: (-len(text), text)))
 
 
+def mask_text(tokenizer) -> str:
+    """What text must hold, at least, to be read as the mask token; empty if no text is."""
+    try:
+        return tokenizer.decode([tokenizer.mask_id], show_special=True).strip()
+    except (ValueError, TypeError):  # an id that is the model's alone, or none
+        return ""
+
+
 def _without_mask_token(ids: list[int], tokenizer) -> list[int]:
     if tokenizer.mask_id is not None and tokenizer.mask_id in ids:
         raise ValueError(
-            f"The conversation spells the mask token {tokenizer.special_text(tokenizer.mask_id)!r}, which "
-            "clean text must not contain: rewrite or remove that message."
+            f"The conversation spells the mask token {mask_text(tokenizer)!r}, which clean text must not contain: "
+            "rewrite or remove that message."
         )
     return ids
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,9 +1,10 @@
-"""Raw documents on disk, for the tools that tokenize them: JSONL, parquet and plain text.
+"""Raw documents on disk, for the tools that tokenize them: JSONL, parquet and plain text; and where those write.
 
 A document is read as (origin, record): origin is "FILE:LINE" or the like, for error messages; record is what
 `parse` turns into texts. Parsing is apart from reading so that worker processes can share it.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -55,8 +56,9 @@ def parse(origin: str, record: Record, keys: Sequence[str]) -> list[str]:
     if isinstance(record, str):
         try:
             record = json.loads(record)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{origin}: not valid JSON ({error.msg}); one object a line is needed.") from error
+        except (ValueError, RecursionError) as error:  # JSONDecodeError; or a number too long, brackets too deep
+            reason = getattr(error, "msg", error)
+            raise ValueError(f"{origin}: not valid JSON ({reason}); one object a line is needed.") from error
         if not isinstance(record, dict):
             raise ValueError(f"{origin}: a JSON object is needed, this is a {type(record).__name__}.")
     for key in keys:
@@ -66,22 +68,54 @@ def parse(origin: str, record: Record, keys: Sequence[str]) -> list[str]:
     return [record[key] for key in keys]
 
 
+@contextlib.contextmanager
+def output_folder(prefix: str) -> Iterator[None]:
+    """Makes the folder that `prefix` is in; what was made is removed again if the body fails and left it empty.
+
+    Raises ValueError if it cannot be made.
+    """
+    folder = os.path.dirname(prefix) or "."
+    missing, path = [], folder
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path) or "."
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"Cannot make the folder {folder} ({error.strerror}); correct --output-prefix.") from error
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in missing:
+                os.rmdir(path)
+        raise
+
+
+def first_line(error: Exception) -> str:
+    """What a library says, without its further explanations and full stop: part of a sentence of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[tuple[str, Record]]:
     import pyarrow
     from pyarrow import parquet
 
     try:
         table = parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} is not a parquet file ({error}).") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a parquet file ({first_line(error)}); leave it out or replace it.") from error
     missing = [key for key in keys if key not in table.schema_arrow.names]
     if missing:
         raise ValueError(f"{path} has columns {table.schema_arrow.names} but no '{missing[0]}'; check --json-keys.")
     row = 0
-    for batch in table.iter_batches(columns=list(keys)):
-        for record in batch.to_pylist():
-            row += 1
-            yield f"{path}: row {row}", record
+    try:
+        for batch in table.iter_batches(columns=list(keys)):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{path}: row {row}", record
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is damaged behind row {row} ({first_line(error)}); replace it.") from error
 
 
 def _read_text(path: str, keys: Sequence[str], txt_documents: str) -> Iterator[tuple[str, Record]]:

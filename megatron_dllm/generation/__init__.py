@@ -7,10 +7,12 @@
     for completion in generate(loaded.model, loaded.tokenizer, ["Once upon"], GenerationConfig(max_new_tokens=64)):
         print(completion.text)
 
-One file per decoding loop (`llada`); a loop asks the mode's `reverse` what to commit in a step.
+`stream` yields them a batch at a time. One file per decoding loop (`llada`); a loop asks the mode's `reverse` what to
+commit in a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import batched
 
 import torch
 from megatron.core import tensor_parallel
@@ -20,11 +22,11 @@ from megatron.training import get_args
 from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.generation import llada
 from megatron_dllm.generation.config import Completion, GenerationConfig
-from megatron_dllm.generation.prompts import Prompt, build_canvases
+from megatron_dllm.generation.prompts import Canvas, Prompt, build_canvases
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import BLOCK, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
 
-__all__ = ["Completion", "GenerationConfig", "Prompt", "check_sampler", "generate"]
+__all__ = ["Completion", "GenerationConfig", "Prompt", "check_sampler", "generate", "stream"]
 
 # Training mode -> the loop that decodes its models.
 DECODERS = {"mdlm": llada.decode}
@@ -41,7 +43,6 @@ def check_sampler(mode: str, config: GenerationConfig, tokenizer: Tokenizer) -> 
         raise ValueError("--stop-at-eos needs a tokenizer with an EOS token, and this one has none.")
 
 
-@torch.no_grad()
 def generate(
     model: torch.nn.Module,
     tokenizer: Tokenizer,
@@ -55,6 +56,19 @@ def generate(
     the same prompts: all return the same.
     Raises ValueError (one sentence) for prompts or options that do not fit the model.
     """
+    return list(stream(model, tokenizer, prompts, config))
+
+
+def stream(
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    config: GenerationConfig | None = None,
+) -> Iterator[Completion]:
+    """The completions of `generate`, in the prompts' order, as soon as their batch of `config.batch_size` is done.
+
+    Every tensor-parallel rank must exhaust it. Raises ValueError as `generate` does, at the call.
+    """
     config = config or GenerationConfig()
     args = get_args()
     check_sampler(args.dllm_mode, config, tokenizer)
@@ -62,15 +76,28 @@ def generate(
         raise ValueError("generation needs whole sequences and all layers on a rank: no PP, CP or --sequence-parallel.")
     mask_id = args.dllm_mask_token_id
     canvases = build_canvases(prompts, tokenizer, config, mask_id, args.max_position_embeddings)
-    mode = get_mode(args.dllm_mode)
+    return _batches(model, tokenizer, canvases, config, args.dllm_mode, mask_id)
+
+
+def _batches(
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    canvases: list[Canvas],
+    config: GenerationConfig,
+    mode_name: str,
+    mask_id: int,
+) -> Iterator[Completion]:
+    mode = get_mode(mode_name)
     network = _Network(model, mode, tokenizer.vocab_size)
-    was_training = model.training
-    model.eval()
-    try:
-        rows = DECODERS[args.dllm_mode](canvases, network, mode.reverse, config, mask_id, tokenizer.eos_id)
-    finally:
-        model.train(was_training)
-    return [_completion(row, tokenizer, config) for row in rows]
+    for batch in batched(canvases, max(1, min(config.batch_size, len(canvases)))):  # it makes room for so many
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                rows = DECODERS[mode_name](batch, network, mode.reverse, config, mask_id, tokenizer.eos_id)
+        finally:
+            model.train(was_training)
+        yield from (_completion(row, tokenizer, config) for row in rows)
 
 
 def _completion(row: llada.Row, tokenizer: Tokenizer, config: GenerationConfig) -> Completion:

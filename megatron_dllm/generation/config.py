@@ -20,6 +20,7 @@ class GenerationConfig:
     infill            prompts have gaps, which are filled in place
     gap_length        tokens of a gap written `[MASK]`; `[MASK:12]` says 12
     seed              of the sampler; temperature 0 with low_confidence draws nothing
+    batch_size        prompts that are decoded together; changes no answer, but how much memory it takes
     """
 
     max_new_tokens: int = 128
@@ -33,9 +34,10 @@ class GenerationConfig:
     infill: bool = False
     gap_length: int = 20
     seed: int = 1234
+    batch_size: int = 8
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "steps", "gen_block_length", "gap_length"):
+        for name in ("max_new_tokens", "steps", "gen_block_length", "gap_length", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}: give at least 1.")
         for name in ("temperature", "cfg_scale"):
@@ -64,7 +66,7 @@ class Completion:
     ids                exactly max_new_tokens ids, or the whole sequence
     steps              denoising steps that this prompt took
     forwards           sequences of this prompt that went through the network: steps, twice as many under guidance
-    tokens_per_second  generated tokens over the time until this prompt was finished
+    tokens_per_second  generated tokens over the time from the start of its batch until this prompt was finished
     """
 
     text: str

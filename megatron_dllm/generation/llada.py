@@ -11,8 +11,7 @@ Shapes: B rows still being written, Q longest canvas, N masked tokens in all row
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -76,12 +75,13 @@ class Row:
     def _begin_block(self) -> None:
         self._step = self._committed = 0
         if self._blocks:
-            per_step = quotas(len(self.candidates()), self._block_steps)
+            masked = len(self.candidates())
+            per_step = quotas(masked, min(masked, self._block_steps))  # a step commits at least one
             self._due = torch.tensor(per_step).cumsum(0).tolist()
 
 
 def decode(
-    canvases: list[Canvas],
+    canvases: Sequence[Canvas],
     predict: Predict,
     reverse: Reverse,
     config: GenerationConfig,
@@ -89,12 +89,7 @@ def decode(
     eos_id: int | None = None,
 ) -> list[Row]:
     """Write all canvases; afterwards no row holds `mask_id`. `reverse`: the mode's (see modes/base.py)."""
-    copies: Counter = Counter()
-    rows = []
-    for canvas in canvases:
-        draws = RowDraws(config.seed, canvas.tokens, copies[tuple(canvas.tokens)])
-        copies[tuple(canvas.tokens)] += 1
-        rows.append(Row(canvas, config, mask_id, draws))
+    rows = [Row(canvas, config, mask_id, RowDraws(config.seed, canvas.tokens, canvas.copy)) for canvas in canvases]
     longest = max((len(row.tokens) for row in rows), default=0)  # one length throughout: shapes that compile once
     began = time.perf_counter()
     while active := [row for row in rows if not row.done]:

@@ -1,10 +1,12 @@
 """Prompts -> canvases: token sequences with masks where text is to be written."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_dllm.data.chat import Message, render_prompt
+from megatron_dllm.data.chat import render_prompt
+from megatron_dllm.data.messages import Message, check_characters
 from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.generation.config import GenerationConfig
 
@@ -16,56 +18,89 @@ _GAP = re.compile(r"\[MASK(?::(\d+))?\]")
 
 @dataclass(frozen=True)
 class Canvas:
-    """tokens: given tokens and masks; start: where the first block begins (0 when infilling)."""
+    """tokens: given tokens and masks; start: where the first block begins (0 when infilling); copy: how many equal
+    canvases come before it, over all batches, so that each is another draw."""
 
     tokens: list[int]
     start: int
+    copy: int = 0
 
 
 def build_canvases(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, config: GenerationConfig, mask_id: int, longest: int
 ) -> list[Canvas]:
     """One canvas per prompt. Raises ValueError (one sentence) for a prompt that cannot be decoded:
-    longer than the model's `longest` positions, holding masks, or without gaps when infilling."""
-    build = _gaps if config.infill else _answer
+    longer than the model's `longest` positions, holding masks or half characters, rejected by the chat template,
+    or without gaps when infilling."""
+    pieces_of = _gaps if config.infill else _answer
     canvases = []
     for number, prompt in enumerate(prompts, 1):
-        canvas = build(prompt, tokenizer, config, mask_id, f"prompt {number}")
-        if len(canvas.tokens) > longest:
+        if isinstance(prompt, str):
+            check_characters(prompt, f"prompt {number}")
+        pieces = pieces_of(prompt, tokenizer, config, mask_id, f"prompt {number}")
+        length = sum(len(ids) + masks for ids, masks in pieces)
+        if length > longest:  # before the masks are written down: the user may have asked for billions
             new = "" if config.infill else f" with {config.max_new_tokens} new tokens"
             raise ValueError(
-                f"prompt {number}{new} is {len(canvas.tokens)} tokens long, but the model has {longest} positions: "
+                f"prompt {number}{new} is {length} tokens long, but the model has {longest} positions: "
                 "shorten the prompt or generate less."
             )
-        canvases.append(canvas)
-    return canvases
+        tokens = [token for ids, masks in pieces for token in (*ids, *[mask_id] * masks)]
+        canvases.append(Canvas(tokens, start=0 if config.infill else len(pieces[0][0])))
+    return number_copies(canvases)
 
 
-def _answer(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask_id: int, name: str) -> Canvas:
+def number_copies(canvases: Sequence[Canvas]) -> list[Canvas]:
+    """The same canvases, each knowing how many equal ones come before it."""
+    seen: Counter = Counter()
+    numbered = []
+    for canvas in canvases:
+        key = tuple(canvas.tokens)
+        numbered.append(replace(canvas, copy=seen[key]))
+        seen[key] += 1
+    return numbered
+
+
+Pieces = list[tuple[list[int], int]]
+"""Given tokens, and how many masks follow them."""
+
+
+def _answer(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask_id: int, name: str) -> Pieces:
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
     elif prompt and isinstance(prompt[0], dict):
-        ids = render_prompt(prompt, tokenizer)
+        try:
+            ids = render_prompt(prompt, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     else:
         ids = list(prompt)
     if mask_id in ids:
         raise ValueError(f"{name} contains the mask token {mask_id}: remove it, or fill it in with --infill.")
-    return Canvas(ids + [mask_id] * config.max_new_tokens, start=len(ids))
+    return [(ids, config.max_new_tokens)]
 
 
-def _gaps(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask_id: int, name: str) -> Canvas:
+def _gaps(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask_id: int, name: str) -> Pieces:
     if isinstance(prompt, str):
         # the stretches between gaps are encoded one by one: none of their tokens may reach into a gap
-        ids, end = [], 0
+        pieces, end = [], 0
         for gap in _GAP.finditer(prompt):
-            length = config.gap_length if gap[1] is None else int(gap[1])
-            ids += tokenizer.encode(prompt[end : gap.start()]) + [mask_id] * length
+            pieces.append((tokenizer.encode(prompt[end : gap.start()]), _gap_length(gap[1], config, name)))
             end = gap.end()
-        ids += tokenizer.encode(prompt[end:])
+        pieces.append((tokenizer.encode(prompt[end:]), 0))
     elif prompt and isinstance(prompt[0], dict):
         raise ValueError(f"{name} is a conversation: --infill fills gaps in plain text.")
     else:
-        ids = list(prompt)
-    if mask_id not in ids:
+        pieces = [(list(prompt), 0)]
+    if not any(masks or mask_id in ids for ids, masks in pieces):
         raise ValueError(f"{name} has no gap to fill: write [MASK] or [MASK:12] where text is missing.")
-    return Canvas(ids, start=0)
+    return pieces
+
+
+def _gap_length(digits: str | None, config: GenerationConfig, name: str) -> int:
+    if digits is None:
+        return config.gap_length
+    length = int(digits) if len(digits) < 19 else 10**18  # int() refuses thousands of digits
+    if length == 0:
+        raise ValueError(f"{name} has a gap of length 0: write [MASK:1] or more, or leave it out.")
+    return length

@@ -70,7 +70,7 @@ def test_layouts_processes_and_batches_give_the_same_text(checkpoints, tmp_path)
     assert one[0]["ids"] != one[1]["ids"]
     two = run_tool(
         "--load", checkpoints / "pp/iter_0000003", "--prompt", "Why is it not otherwise?", "--prompt", "Short",
-        "--tensor-model-parallel-size", 2, *options, processes=2,
+        "--tensor-model-parallel-size", 2, *options, "--batch-size", 1, processes=2,
     )  # fmt: skip
     strip = lambda completions: [(c["text"], c["ids"], c["steps"]) for c in completions]
     assert strip(map(json.loads, two.splitlines())) == strip(one[1:])
@@ -136,6 +136,8 @@ def test_options_that_do_not_fit_the_model(refuse, checkpoints, monkeypatch):
     refuse("torchrun --nproc-per-node 2", *load, "--tensor-model-parallel-size", 2)
     refuse("but the model has 64 positions", *load, "--max-new-tokens", 60)
     refuse("has no gap to fill", *load, "--infill")
+    refuse("3000000000000000 tokens long", *load[:2], "--infill", "--prompt", "[MASK:3000000000000000]")
+    refuse("--batch-size is 0", *load, "--batch-size", 0)
     refuse("give --prompt or --messages-file", *load[:2])
     refuse("--steps is 0", *load, "--steps", 0)
     monkeypatch.setattr("megatron_dllm.generation.DECODERS", {"another": None})
@@ -148,4 +150,8 @@ def test_conversations_that_are_none(refuse, checkpoints, tmp_path):
     refuse("cannot be read", *load)
     file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n{"text": "Hi"}\n')
     refuse("line 2: ", *load)
+    file.write_text("[" * 100_000)
+    refuse("line 1: ", *load)
+    file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n' * 2 + '[{"role": "tool", "content": "Hi"}]\n')
+    refuse("prompt 3: Message 0 has the role 'tool'", *load, "--max-new-tokens", 9)
     refuse("leave out --raw and --infill", *load, "--raw")

@@ -150,6 +150,10 @@ def test_data_files(refused, data, tmp_path):
     broken.write_text("\n".join([*good, '{"messages": [}']) + "\n")
     sentence = refused([*TINY, "--sft-data-path", broken])
     assert "broken.jsonl" in sentence and "3" in sentence
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].role if messages[0].role == 'system' else raise_exception('no system') }}")
+    sentence = refused([*TINY, "--sft-data-path", data["chat"], "--chat-template", template])
+    assert "chat.jsonl, line 1: The chat template rejects the conversation (no system)" in sentence
     assert "no_such_prefix" in refused([*TINY, "--data-path", tmp_path / "no_such_prefix"])
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_dllm.data.tokenizer import ByteLevel
 from megatron_dllm.generation import check_sampler, llada
 from megatron_dllm.generation.config import GenerationConfig
-from megatron_dllm.generation.prompts import Canvas, build_canvases
+from megatron_dllm.generation.prompts import Canvas, build_canvases, number_copies
 from megatron_dllm.generation.selection import Candidates, RowDraws, gumbel_argmax, quotas
 from megatron_dllm.modes import mdlm
 
@@ -49,7 +49,7 @@ class Toy:
 def answer(prompts, toy=None, reverse=mdlm.reverse, **options):
     config = GenerationConfig(**options)
     canvases = [Canvas([*prompt, *[MASK] * config.max_new_tokens], len(prompt)) for prompt in prompts]
-    return llada.decode(canvases, toy or Toy(), reverse, config, MASK, eos_id=0)
+    return llada.decode(number_copies(canvases), toy or Toy(), reverse, config, MASK, eos_id=0)
 
 
 def ids(rows):
@@ -306,9 +306,20 @@ def test_prompts_of_every_kind():
     [
         (lambda: canvases("abc", max_new_tokens=98), "101 tokens long, but the model has 100"),
         (lambda: canvases([258], max_new_tokens=1), "contains the mask token 258"),
+        (lambda: canvases("a", max_new_tokens=10**15), "1000000000000001 tokens long, but the model has 100"),
+        (
+            lambda: canvases("a[MASK:1000000000000000]", infill=True),
+            "1000000000000001 tokens long, but the model has 100",
+        ),
+        (lambda: canvases("[MASK]" * 2, infill=True, gap_length=10**15), "2000000000000000 tokens long"),
+        (lambda: canvases(f"[MASK:{'9' * 5000}]", infill=True), "tokens long, but the model has 100"),
+        (lambda: canvases("a[MASK:0]b[MASK:2]", infill=True), "gap of length 0"),
+        (lambda: canvases("a\udcff", infill=True), "text of prompt 1 holds"),
+        (lambda: canvases([dict(role="critic", content="Hi")]), "prompt 1: Message 0 has the role"),
         (lambda: canvases("whole", infill=True), "no gap to fill"),
         (lambda: canvases([dict(role="user", content="[MASK]")], infill=True), "is a conversation"),
         (lambda: GenerationConfig(steps=0), "--steps is 0"),
+        (lambda: GenerationConfig(batch_size=0), "--batch-size is 0"),
         (lambda: GenerationConfig(temperature=-1.0), "--temperature"),
         (lambda: GenerationConfig(temperature=float("nan")), "--temperature"),
         (lambda: GenerationConfig(remasking="none"), "choose one of low_confidence, random"),

@@ -133,6 +133,8 @@ GOOD = '{"text": "fine"}\n'
         ("a.jsonl", GOOD + '{"body": "x"}\n', "a.jsonl:2: key 'text' must hold a string, there is nothing"),
         ("a.jsonl", GOOD + '{"text": 5}\n', "a.jsonl:2: key 'text' must hold a string, there is int"),
         ("a.jsonl", GOOD + '{"text": "\\ud800"}\n', "a.jsonl:2: cannot be tokenized"),
+        ("a.jsonl", GOOD + '{"text": ' + "[" * 100_000, "a.jsonl:2: not valid JSON"),
+        ("a.jsonl", GOOD + '{"text": ' + "1" * 5000 + "}", "a.jsonl:2: not valid JSON"),
         ("a.jsonl", b"\xff\xfe", "a.jsonl is not UTF-8"),
         ("a.jsonl", '{"text": ""}\n', "holds no text"),
         ("a.jsonl", "", "a.jsonl is empty"),
@@ -143,10 +145,22 @@ GOOD = '{"text": "fine"}\n'
 def test_bad_input_writes_nothing(tmp_path, capsys, name, content, message, workers):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert preprocess([path], tmp_path / "out", "--workers", workers) == 1
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
+    assert preprocess([path], tmp_path / "new" / "out", "--workers", workers) == 1
+    errors = [line for line in capsys.readouterr().err.split("\n") if line and "documents" not in line]
+    assert len(errors) == 1 and errors[0].startswith("error: ") and message in errors[0]
     assert [found.name for found in tmp_path.iterdir()] == [name]
+
+
+def test_parquet_that_is_damaged_inside(tmp_path, capsys):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": [f"{i} " * 20 for i in range(500)]}), path, use_dictionary=False)
+    damaged = bytearray(path.read_bytes())
+    damaged[100:400] = b"\xff" * 300
+    path.write_bytes(damaged)
+    assert preprocess([path], tmp_path / "new" / "out") == 1
+    error = capsys.readouterr().err
+    assert "a.parquet is damaged behind row 0" in error and "Traceback" not in error
+    assert [found.name for found in tmp_path.iterdir()] == ["a.parquet"]
 
 
 def test_a_failure_leaves_the_old_corpus_alone(tmp_path):
@@ -170,6 +184,7 @@ def test_other_errors(tmp_path, capsys):
         ([tmp_path / "c.txt"], ["--json-keys", "a", "b"], "single --json-keys"),
         ([good], ["--workers", "0"], "--workers is 0"),
         ([good], ["--json-keys", "text", "text"], "names a key twice"),
+        ([good], ["--output-prefix", str(good / "out")], "Cannot make the folder"),
     ]
     for inputs, flags, message in cases:
         assert preprocess(inputs, tmp_path / "out", *flags) == 1

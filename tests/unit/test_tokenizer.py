@@ -172,21 +172,6 @@ def test_small_sentencepiece_covers_every_character_of_its_input(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_training_a_tokenizer_reports_a_vocabulary_that_does_not_fit(tmp_path, capsys):
-    (tmp_path / "c.txt").write_text("too little text")
-    arguments = [
-        "--input",
-        str(tmp_path / "c.txt"),
-        "--vocab-size",
-        "5000",
-        "--output-prefix",
-        str(tmp_path / "t"),
-    ]
-    assert train_tokenizer.main(arguments) == 1
-    assert "change --vocab-size" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["c.txt"]
-
-
 def test_hugging_face(hf_folder):
     tokenizer = build("HuggingFaceTokenizer", hf_folder)
     assert tokenizer.vocab_size == len(tokenizer.hf) == max(tokenizer.hf.get_vocab().values()) + 1
