@@ -159,7 +159,7 @@ def inclusion(block_S, offset_S, supervised_S, m_N, rate: float) -> torch.Tensor
     m_N, block_S = m_N.double(), block_S.long()
     tilt_S = rate * (1 - m_N[block_S]) * offset_S
     count_N = torch.zeros_like(m_N).index_add_(0, block_S, supervised_S.double())
-    low_N = torch.logit(m_N) - torch.zeros_like(m_N).index_reduce_(0, block_S, tilt_S, "amax")  # all π <= m
+    low_N = torch.logit(m_N) - rate * (1 - m_N) * offset_S.max()  # all π <= m
     high_N = torch.logit(m_N)  # all π >= m
     for _ in range(_BISECTIONS):
         middle_N = (low_N + high_N) / 2

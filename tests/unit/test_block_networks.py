@@ -1,13 +1,16 @@
 """The block modes through the real network: what may influence what, and what equals what."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_dllm.models.attention import RuleAttention
 from megatron_dllm.modes import bd3lm, mdlm
 from megatron_dllm.modes.base import BLOCK, CLEAN, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
 from megatron_dllm.noise import Draws
 from megatron_dllm.parallel import shard
-from tests.one_process import one_process, randomize, small_model
+from tests.one_process import OneRank, one_process, randomize, small_config, small_model
 from tests.unit.block_cases import MASK, MODES, flags, make_sample
 from tests.unit.test_block_modes import sees
 
@@ -194,3 +197,38 @@ def test_packed_documents_lose_what_they_lose_alone(mode):
     apart, counts_apart = sums(alone)
     assert counts == counts_apart
     assert together == {name: pytest.approx(value, rel=1e-5) for name, value in apart.items()}
+
+
+# --- one rule, several readings ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 3, 4, 16, 80])
+@pytest.mark.parametrize("length", [37, 80])
+def test_dense_flex_and_tiles_are_the_element_wise_rule(mode, size, length):
+    """Packed documents and padding; lengths that no block or tile divides."""
+    args = flags(mode, dllm_block_size=size)
+    rows = samples(((length - 9, 7), (length - 20,)))
+    attributes = batch_of(mode, args, rows, length).attributes_BQA
+    Q = attributes.shape[1]
+    g = torch.Generator().manual_seed(size)
+    query, key, value = (torch.randn(Q, 2, heads, 16, generator=g) for heads in (4, 2, 2))
+    allowed = torch.tensor(
+        [[[sees(mode, q, k) for k in row] for q in row] for row in ([tuple(a) for a in b] for b in attributes.tolist())]
+    )
+    scores = torch.einsum("qbghd,kbgd->bghqk", query.unflatten(2, (2, 2)), key) / 4
+    weights = scores.masked_fill(~allowed[:, None, None], float("-inf")).softmax(-1)
+    expected = torch.einsum("bghqk,kbgd->qbghd", weights, value).flatten(2)
+    for backend in ("sdpa", "flex", "tiled"):
+        module = RuleAttention(
+            small_config(),
+            1,
+            None,
+            None,
+            pg_collection=SimpleNamespace(cp=OneRank()),
+            visible=MODES[mode].visible,
+            backend=backend,
+        )
+        with torch.no_grad():
+            out = module(query, key, value, attributes)
+        assert (out - expected).abs().max() < 5e-6, backend
