@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 import torch
 
@@ -181,13 +182,29 @@ def _has_fused_gradient_accumulation() -> bool:
 
 def parse_arguments() -> tuple[argparse.Namespace, Tokenizer]:
     """Parse and check `sys.argv`, set Megatron's global variables. Raises ValueError (one sentence)."""
-    from megatron.training.arguments import parse_args, validate_args
     from megatron.training.global_vars import set_global_variables
+
+    args, tokenizer = read_command_line()
+    set_global_variables(args, build_tokenizer=False)
+    return args, tokenizer
+
+
+def read_command_line(
+    extend: Callable | None = None, adapt: Callable | None = None
+) -> tuple[argparse.Namespace, Tokenizer]:
+    """(args, tokenizer) of `sys.argv`, checked. Raises ValueError (one sentence).
+
+    For tools that read a training command without training: `extend(parser)` adds their flags, `adapt(args)`
+    changes what was given before it is checked.
+    """
+    from megatron.training.arguments import parse_args, validate_args
 
     given: set[str] = set()
 
     def provider(parser):
         parser = add_arguments(parser)
+        if extend is not None:
+            extend(parser)
         names = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
         options = parser._option_string_actions
         given.update(options[name].dest for name in names if name in options)
@@ -195,6 +212,8 @@ def parse_arguments() -> tuple[argparse.Namespace, Tokenizer]:
 
     args = parse_args(provider)
     mode = get_mode(args.dllm_mode)
+    if adapt is not None:
+        adapt(args)
     check_flags(args, given)
     check_layout(args, mode)
     tokenizer = build_tokenizer(args)
@@ -208,7 +227,6 @@ def parse_arguments() -> tuple[argparse.Namespace, Tokenizer]:
     except AssertionError as error:
         condition = traceback.extract_tb(error.__traceback__)[-1].line  # many of Megatron's have no text
         raise ValueError(f"Megatron refuses this combination of flags: {str(error) or condition}") from error
-    set_global_variables(args, build_tokenizer=False)
     return args, tokenizer
 
 

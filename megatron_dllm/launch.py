@@ -1,7 +1,12 @@
-"""Start without torchrun: a plain `python script.py` is a job of one process."""
+"""Start without torchrun: a plain `python script.py` is a job of one process, and says only what it is asked."""
 
+import contextlib
+import io
+import logging
 import os
 import socket
+import warnings
+from collections.abc import Iterator
 
 
 def default_to_one_process() -> None:
@@ -14,3 +19,15 @@ def default_to_one_process() -> None:
         RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"
     ).items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Megatron reports every step of its start on stdout, which belongs to the answer."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -10,18 +10,14 @@ batch at a time.
 """
 
 import argparse
-import contextlib
-import io
 import json
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Iterator
 
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail
 from megatron_dllm.generation.config import REMASKING, GenerationConfig
+from megatron_dllm.launch import quiet
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -101,18 +97,6 @@ def collect_prompts(options: argparse.Namespace, chat: bool) -> list:
     if not prompts:
         raise ValueError("there is nothing to generate from: give --prompt or --messages-file.")
     return prompts
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Megatron reports every step of its start on stdout, which belongs to the answer."""
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def quietly(completions: Iterator) -> Iterator:

@@ -19,6 +19,7 @@ from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_dllm.data.collation import pad_sample
 from megatron_dllm.modes import get_mode
+from megatron_dllm.modes.base import ModelInput
 from megatron_dllm.noise import Draws, ValidationDraws
 from megatron_dllm.parallel import RankBatch, digest, shard
 
@@ -52,13 +53,18 @@ class Collate:
     def __init__(self, args, cp_size: int, cp_rank: int):
         self.args, self.cp_size, self.cp_rank = args, cp_size, cp_rank
 
-    def __call__(self, samples: list) -> RankBatch:
-        args, mode = self.args, get_mode(self.args.dllm_mode)
+    def layout(self, samples: list) -> ModelInput:
+        """The micro-batch as the mode lays it out, before it is sliced."""
+        args = self.args
         length = args.dllm_sequence_length
         if args.dllm_variable_lengths:
             longest = max(1, *(len(c.sample) for c in samples))
             length = -(-longest // args.dllm_length_multiple) * args.dllm_length_multiple
-        batch = mode.layout(samples, length, args)
+        return get_mode(args.dllm_mode).layout(samples, length, args)
+
+    def __call__(self, samples: list) -> RankBatch:
+        args, mode = self.args, get_mode(self.args.dllm_mode)
+        batch = self.layout(samples)
         index = [c.sample.index for c in samples]
         rank_batch = shard(batch, index, self.cp_size, self.cp_rank, mode.FULL_WITHIN_DOCUMENT)
         if args.dllm_verify_peers:

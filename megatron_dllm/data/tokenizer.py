@@ -10,6 +10,7 @@ Every tokenizer can be pickled and forked into data-loader workers.
 
 import argparse
 import os
+import re
 from collections.abc import Iterable
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -74,6 +75,22 @@ class Tokenizer:
             )
         return self._special[id]
 
+    def is_special(self, id: int) -> bool:
+        return id in self._special
+
+    def piece(self, id: int) -> str:
+        """What one token adds to a text, white space included; the name of a special token.
+
+        A byte that is no character by itself is a surrogate, so that joined pieces become text again with
+        `.encode("utf-8", "surrogateescape").decode("utf-8", "replace")`.
+        Raises ValueError for an id outside the vocabulary.
+        """
+        self.decode([id])  # checks it
+        return self._special[id] if id in self._special else self._piece(id)
+
+    def _piece(self, id: int) -> str:
+        return self._decode_plain([id])
+
     def _decode(self, ids: list[int], show_special: bool) -> str:
         if not show_special:
             return self._decode_plain([i for i in ids if i not in self._special])
@@ -121,6 +138,10 @@ class SentencePiece(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
 
+    def _piece(self, id: int) -> str:
+        piece = self._model.id_to_piece(id)
+        return _bytes_text([int(piece[3:-1], 16)]) if self._model.is_byte(id) else piece.replace("\u2581", " ")
+
     def _decode_plain(self, ids: list[int]) -> str:
         return self._model.decode(ids)
 
@@ -160,6 +181,24 @@ class HuggingFace(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
 
+    def _piece(self, id: int) -> str:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        name = self.hf.convert_ids_to_tokens(id) or f"<{id}>"  # ids may have holes
+        if name in self.hf.get_added_vocab():
+            return name
+        before = self.encode("a")[-1:]  # the beginning of a text loses its space
+        alone, text = self._decode(before, True), self._decode([*before, id], True)
+        if not text.startswith(alone):
+            return self._decode([id], True)
+        text = text[len(alone) :]
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text
+        if re.fullmatch("<0x[0-9A-F]{2}>", name):
+            return _bytes_text([int(name[3:-1], 16)])
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        return _bytes_text([byte_of[c] for c in name]) if set(name) <= set(byte_of) else name
+
     def _decode(self, ids: list[int], show_special: bool) -> str:
         return self.hf.decode(ids, skip_special_tokens=not show_special, clean_up_tokenization_spaces=False)
 
@@ -180,6 +219,9 @@ class ByteLevel(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def _piece(self, id: int) -> str:
+        return _bytes_text([id])
 
     def _decode_plain(self, ids: list[int]) -> str:
         # A half-trained model writes broken UTF-8: show that (U+FFFD) rather than drop it.
@@ -207,8 +249,15 @@ class Null(Tokenizer):
             raise ValueError(f"Id {outside} is outside --vocab-size {self.vocab_size}; raise it.")
         return ids
 
+    def piece(self, id: int) -> str:
+        return f"{self.decode([id], show_special=True)} "
+
     def _decode(self, ids: list[int], show_special: bool) -> str:
         return " ".join(str(i) for i in ids if show_special or i not in self._special)
+
+
+def _bytes_text(values: list[int]) -> str:
+    return bytes(values).decode("utf-8", "surrogateescape")
 
 
 def build_tokenizer(args: argparse.Namespace) -> Tokenizer:

@@ -194,6 +194,30 @@ def test_hugging_face_template_of_the_user_wins(hf_folder, tmp_path):
     assert tokenizer.chat_template == tokenizer.hf.chat_template == "{{ mine }}"
 
 
+@pytest.mark.parametrize("text", [*TRICKY, "a helloé 日 worlds"])
+def test_pieces_are_what_each_token_adds(sentencepiece_model, hf_folder, text):
+    for tokenizer in (
+        build("ByteLevelTokenizer"),
+        build("SentencePieceTokenizer", sentencepiece_model),
+        build("HuggingFaceTokenizer", hf_folder),
+    ):
+        ids = tokenizer.encode(text)
+        pieces = [tokenizer.piece(i) for i in ids]
+        joined = "".join(pieces).encode("utf-8", "surrogateescape").decode("utf-8")
+        assert joined.removeprefix(" " * (joined != text)) == tokenizer.decode(ids, show_special=True)
+        assert len(ids) < 2 or "" not in pieces
+
+
+def test_pieces_of_special_tokens(sentencepiece_model, hf_folder):
+    tokenizer = build("SentencePieceTokenizer", sentencepiece_model)
+    assert tokenizer.piece(tokenizer.mask_id) == "<mask>" and tokenizer.is_special(tokenizer.mask_id)
+    tokenizer = build("HuggingFaceTokenizer", hf_folder)
+    assert tokenizer.piece(0) == "<|end|>" and tokenizer.is_special(0) and not tokenizer.is_special(40)
+    assert build("NullTokenizer", vocab_size=9).piece(7) == "7 "
+    with pytest.raises(ValueError, match="Cannot decode id 259"):
+        build("ByteLevelTokenizer").piece(259)
+
+
 def test_null_tokenizer():
     tokenizer = build("NullTokenizer", vocab_size=100)
     assert tokenizer.vocab_size == 100
