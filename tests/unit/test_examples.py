@@ -210,7 +210,7 @@ def test_documents_use_flags_that_exist():
 
 
 def test_python_docs_chat_is_chat_data(tmp_path):
-    from megatron_dllm.data.sft import JsonLines
+    from megatron_dllm.data.chat_files import JsonLines
 
     path = tmp_path / "chat.jsonl"
     subprocess.run([sys.executable, "examples/python_docs_chat.py", path], cwd=ROOT, check=True)
