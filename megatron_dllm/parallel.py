@@ -28,6 +28,10 @@ class RankTerm:
     offsets_N: torch.Tensor | None = None
     inputs_N: torch.Tensor | None = None
 
+    def chunk(self, rows: slice) -> "RankTerm":
+        """Some of the rows."""
+        return RankTerm(**{name: None if tensor is None else tensor[rows] for name, tensor in vars(self).items()})
+
 
 @dataclass
 class RankBatch:

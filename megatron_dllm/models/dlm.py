@@ -18,9 +18,11 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 
 from megatron_dllm.models.attention import RuleAttention
 from megatron_dllm.models.head import WeightedNLL
+from megatron_dllm.models.reductions import LogProbabilities, WeightedLoss
 from megatron_dllm.modes.base import DOCUMENT, Rule
 from megatron_dllm.parallel import RankTerm
 
+Loss = Callable[[LogProbabilities, RankTerm], torch.Tensor]
 HEAD_CHUNK_ROWS = 512  # below ~128 rows the gradient of the head is memory-bound; beyond 1024 nothing is gained
 
 
@@ -216,15 +218,21 @@ class DiffusionLM(LanguageModule):
 
 
 class Head(tensor_parallel.ColumnParallelLinear):
-    """Megatron's output layer, which can also return the weighted cross entropy of its rows.
+    """Megatron's output layer, which can also return the weighted cross entropy of its rows, or another loss.
 
-    One module for both, so that hooks on it (the distributed optimizer's overlapped parameter gather) run.
+    One module for all, so that hooks on it (the distributed optimizer's overlapped parameter gather) run.
     """
 
-    def forward(self, input_, weight=None, runtime_gather_output=None, targets_N=None, weights_N=None, vocab=None):
-        if targets_N is None:
+    def forward(
+        self, input_, weight=None, runtime_gather_output=None, targets_N=None, weights_N=None, vocab=None, loss=None
+    ):
+        if weights_N is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
+        if not torch.is_grad_enabled():  # inside a Function that cannot be seen, and it would take gradients
+            input_, weight = input_.detach(), weight.detach()
+        if loss is not None:
+            return WeightedLoss.apply(input_, weight, weights_N, self.tp_group, vocab, *loss)
         return WeightedNLL.apply(input_, weight, targets_N, weights_N, self.tp_group, vocab, HEAD_CHUNK_ROWS)
 
 
@@ -233,17 +241,27 @@ class ScoreView:
 
     def __init__(self, model: DiffusionLM, hidden: torch.Tensor, terms: dict[str, RankTerm]):
         self._model, self._hidden, self._terms = model, hidden, terms
-        self.nll: dict[str, torch.Tensor] = {}  # per scored row, detached; filled in by weighted_nll
+        self.nll: dict[str, torch.Tensor] = {}  # loss of each scored row, detached; filled in by the methods
 
     def weighted_nll(self, term: str) -> torch.Tensor:
         """Σ weight · nll over this rank's rows of `term`: fp32 scalar, differentiable, never holding logits."""
+        return self._head(term, targets_N=self._terms[term].targets_N)
+
+    def weighted_loss(self, term: str, loss: Loss, excluded: int | None, chunk_rows: int) -> torch.Tensor:
+        """Σ weight · loss, likewise. loss: (log q of some rows, these rows) -> what each costs; `excluded` is a
+        token that the model never predicts."""
+        rows = self._terms[term]
+        row_loss = lambda log_q, chunk: loss(log_q, rows.chunk(chunk))
+        return self._head(term, loss=(row_loss, excluded, chunk_rows))
+
+    def _head(self, term: str, **options) -> torch.Tensor:
         model, rows = self._model, self._terms[term]
         shared = model.share_embeddings_and_output_weights
         total, self.nll[term] = model.output_layer(
             model.select_rows(self._hidden, rows.rows_N),
             weight=model.shared_embedding_or_output_weight() if shared else None,
-            targets_N=rows.targets_N,
             weights_N=rows.weights_N,
             vocab=model.true_vocab_size,
+            **options,
         )
         return total

@@ -2,13 +2,14 @@
 
 from types import ModuleType
 
-from megatron_dllm.modes import bd3lm, hybrid, idlm, mdlm
+from megatron_dllm.modes import bd3lm, hybrid, idlm, mdlm, scdd
 
 MODES: dict[str, ModuleType] = {
     "mdlm": mdlm,
     "bd3lm": bd3lm,
     "hybrid": hybrid,
     "idlm": idlm,
+    "scdd": scdd,
 }
 
 

@@ -7,7 +7,8 @@ F = torch.nn.functional
 
 def naive_loss(logits_BQV, rows, args) -> torch.Tensor:
     """Loss of a global batch. rows: its corrupted samples, in order; logits of their layout, padding at the end."""
-    return {"mdlm": mdlm, "bd3lm": bd3lm, "hybrid": hybrid, "idlm": idlm}[args.dllm_mode](logits_BQV, rows, args)
+    modes = {"mdlm": mdlm, "bd3lm": bd3lm, "hybrid": hybrid, "idlm": idlm, "scdd": scdd}
+    return modes[args.dllm_mode](logits_BQV, rows, args)
 
 
 def streams(logits_BQV, count: int):
@@ -65,3 +66,47 @@ def hybrid(logits_BQV, rows, args):
 def idlm(logits_BQV, rows, args):
     noisy, clean = streams(logits_BQV, 2)
     return divide(*next_token(noisy, rows)) + args.idlm_clean_loss_weight * divide(*next_token(clean, rows))
+
+
+def scdd(logits_BQV, rows, args):
+    total, count = 0.0, 0
+    for logits_SV, row in zip(logits_BQV, rows, strict=True):
+        mask = torch.arange(logits_SV.shape[1]) == args.dllm_mask_token_id
+        for i in row.sample.loss_mask_S.nonzero()[:, 0].tolist():
+            q_V = logits_SV[i].double().masked_fill(mask, float("-inf")).softmax(-1)
+            x, z, t = row.sample.tokens_S[i].item(), row.x_t_S[i].item(), row.level_S[i].item()
+            total, count = total + args.scdd_timesteps * scdd_step(q_V, x, z, t, args), count + 1
+    return divide(total, count)
+
+
+def scdd_step(q_V, x: int, z: int, t: float, args) -> torch.Tensor:
+    """KL(q(z_s | z_t = z, x) || p(z_s | z_t = z)), over all V values of z_s: Bayes' rule, and x or q for the clean
+    token. q_V: float64, 0 at the mask."""
+    M, V = args.dllm_mask_token_id, len(q_V)
+    s = max(0.0, t - 1 / args.scdd_timesteps)
+    s = 0.0 if s < 1e-3 / args.scdd_timesteps else s  # levels are float32
+    clean_s, uniform_s = scdd_shares(s, args)
+    clean_t, uniform_t = scdd_shares(t, args)
+    survives = (clean_t + uniform_t) / (clean_s + uniform_s)  # the visible of a step that are not absorbed
+    stays = clean_t / (clean_t + uniform_t) / (clean_s / (clean_s + uniform_s))  # those of them that do not jump
+    likelihood = torch.full((V,), 1 - survives if z == M else survives * (1 - stays) / (V - 1), dtype=torch.float64)
+    if z != M:
+        likelihood[z] += survives * stays
+    likelihood[M] = float(z == M)
+
+    def posterior(clean_V):
+        prior = clean_s * clean_V + uniform_s / (V - 1)
+        prior = prior.where(torch.arange(V) != M, 1 - clean_s - uniform_s)
+        return prior * likelihood / (prior * likelihood).sum()
+
+    true, model = posterior(F.one_hot(torch.tensor(x), V).double()), posterior(q_V)
+    possible = true > 0
+    return (true[possible] * (true[possible] / model[possible]).log()).sum()
+
+
+def scdd_shares(t: float, args) -> tuple[float, float]:
+    """(clean, uniform) at level t."""
+    R, peak = args.scdd_max_ratio, args.scdd_peak_time
+    a, b = args.scdd_gamma_shape * peak, args.scdd_gamma_shape * (1 - peak)
+    c = R / (1 - R) * t**a * (1 - t) ** b / (peak**a * (1 - peak) ** b)
+    return (1 - t) / (1 + c), c / (1 + c)

@@ -1,15 +1,16 @@
-"""The block modes in every layout, exact as mdlm: losses, gradient norms, gradients against the naive computation."""
+"""The other modes in every layout, exact as mdlm: losses, gradient norms, gradients against the naive computation."""
 
 import pytest
 
 from tests.parallel.families import DISTRIBUTED_OPTIMIZER, LAYOUTS, MIXTURE_OF_EXPERTS, close
 
 # 5 divides neither the length nor a context-parallel chunk
-MODES = {
+BLOCKS = {
     "bd3lm": "--dllm-mode bd3lm --dllm-block-size 5",
     "hybrid": "--dllm-mode hybrid --dllm-block-size 5 --diffusion-loss-weight 0.3",
     "idlm": "--dllm-mode idlm --dllm-block-size 5",
 }
+MODES = BLOCKS | {"scdd": "--dllm-mode scdd --scdd-max-ratio 0.3 --scdd-chunk-size 7"}
 VARIANTS = {
     "complementary": "--dllm-mode bd3lm --dllm-block-size 5 --bd3lm-complementary-masks",
     "schedule": "--dllm-mode bd3lm --dllm-block-size-schedule 1:4:16 --dllm-block-size-schedule-iters 1",
@@ -24,6 +25,11 @@ CHAT = (
 ).split("|")
 TEXT = "one micro-batch|TP2 SP|PP2|CP2 a2a|CP2 all_gather|recompute selective|PP2 CP2|DP2 PP2 VPP2".split("|")
 FEW = "DP2|TP2 SP|CP2 all_gather|PP2 CP2".split("|")
+SELF_CORRECTING = {
+    "chat": "DP2|TP4|PP2 VPP2|CP2 all_gather|TP2 SP PP2|TP2 SP CP2|DP2 CP2",
+    "text": "one micro-batch|TP2 SP|CP2 a2a|recompute selective",
+    "tied": "TP2|TP2 SP PP2",
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -35,16 +41,25 @@ def test_the_single_process_equals_the_naive_computation(family, mode):
         assert len(reference["losses"]) == 3 and reference["grad_norms"][0] > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BLOCKS)
 @pytest.mark.parametrize("name", CHAT)
 def test_chat(family, mode, name):
     family("chat", MODES[mode]).check(*LAYOUTS[name])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BLOCKS)
 @pytest.mark.parametrize("name", TEXT)
 def test_packed_text(family, mode, name):
     family("text", MODES[mode]).check(*LAYOUTS[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in SELF_CORRECTING.items() for name in names.split("|")]
+)
+def test_self_correction(family, kind, name):
+    """The loss that is not linear in the nll: its reductions cross tensor-parallel ranks."""
+    data = ("text", "--tie-embeddings-and-output-weights") if kind == "tied" else (kind,)
+    family(data[0], MODES["scdd"], *data[1:]).check(*LAYOUTS[name])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -78,7 +93,7 @@ def test_attention_in_tiles(family, kind, name):
 PLACE = 17  # of 64, in block 3 of 5 tokens
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BLOCKS)
 @pytest.mark.parametrize("name", ("CP2 a2a", "CP2 all_gather", "PP2", "PP2 CP2"))
 def test_no_answer_is_visible_in_any_layout(family, mode, name):
     """Another clean token at a noised place: of its sample, the nll of noisy rows in its block and before stays as it
