@@ -19,7 +19,7 @@ from megatron_dllm.models.tiled import Plan, make_plan, tiled_attention
 from megatron_dllm.modes.base import Rule
 
 BACKENDS = ("auto", "sdpa", "flex", "tiled")
-TILED_FROM = 512  # keys; below, a dense mask costs less than the many small calls, or about the same
+TILED_FROM = 512  # keys; times faster than a dense mask: 1.0 to 2.7 there, 0.8 to 1.4 at 256 keys, less at 128
 
 
 class RuleAttention(MegatronModule):

@@ -16,6 +16,7 @@ T products of equal shape, n query rows by m keys. R plans: 1 for all batch rows
 
 import itertools
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,9 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 Span = tuple[int, int]  # start, stop
-Rows = slice | torch.Tensor  # a slice is read without a copy; else int64 [N]
+# Slices and not an index: indexed reads and sums are several parallel loops each, and on a machine that is busy with
+# other work every loop waits for its slowest thread.
+Rows = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,14 @@ class _TiledAttention(torch.autograd.Function):
             if part.unseen is not None:  # for them the kernel returns 0, as if exp(0) had been seen
                 lse_part = lse_part.masked_fill(part.unseen, float("-inf"))
             out, lse_part = out.flatten(0, 1), lse_part.flatten(0, 1)
-            lse[part.queries] = torch.logaddexp(lse[part.queries], lse_part)
+            for merged, share in _pairs(lse, part.queries, lse_part):
+                torch.logaddexp(merged, share, out=merged)
             results.append((out, lse_part))
         # A query without any key: exp(anything - inf) is 0, here and in backward. With -inf it would be NaN.
         lse.masked_fill_(lse == float("-inf"), float("inf"))
         output = torch.zeros(query.shape, dtype=wide)
         for part, (out, lse_part) in zip(plan.parts, results, strict=True):
-            weights = (lse_part - lse[part.queries]).exp_()
+            weights = (lse_part - _read(lse, part.queries)).exp_()
             _add(output.view(q.shape), part.queries, out * weights[..., None])
         output = output.to(q.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
@@ -127,17 +131,24 @@ def _inputs(part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> li
     return [_take(x, rows, part.count) for x, rows in ((q, part.queries), (k, part.keys), (v, part.keys))]
 
 
+def _read(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return x[rows[0]] if len(rows) == 1 else torch.cat([x[run] for run in rows])
+
+
 def _take(x: torch.Tensor, rows: Rows, count: int) -> torch.Tensor:
     """T·n rows of [N,h,...] -> [T,h,n,...], as the kernel wants them."""
-    taken = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-    return taken.unflatten(0, (count, -1)).transpose(1, 2)
+    return _read(x, rows).unflatten(0, (count, -1)).transpose(1, 2)
 
 
-def _add(into: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
-    if isinstance(rows, slice):
-        into[rows] += values
-    else:
-        into.index_add_(0, rows, values.to(into.dtype))
+def _pairs(x: torch.Tensor, rows: Rows, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of x at `rows`, each with its share of `values`, which hold one entry for each of these rows."""
+    pieces = [x[run] for run in rows]
+    return zip(pieces, values.split([len(piece) for piece in pieces]), strict=True)
+
+
+def _add(x: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
+    for piece, share in _pairs(x, rows, values):
+        piece += share
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -217,22 +228,16 @@ def _rows(spans: list[Span], r: int, R: int) -> Rows:
         if runs and runs[-1][1] == start:
             start = runs.pop()[0]
         runs.append((start, stop))
-    if len(runs) == 1:
-        return slice(runs[0][0] * R + r, runs[0][1] * R, R)
-    return torch.cat([torch.arange(start, stop) for start, stop in runs]) * R + r
+    return tuple(slice(start * R + r, stop * R, R) for start, stop in runs)
 
 
 def _part(products: list[tuple[Rows, Rows, torch.Tensor | None]], dtype: torch.dtype) -> Part:
     """One call for products of equal shape: (queries, keys, bool [n,m] or None) each."""
     queries, keys, allowed = zip(*products, strict=True)
-    queries, keys = (rows[0] if len(rows) == 1 else torch.cat([_as_index(r) for r in rows]) for rows in (queries, keys))
+    queries, keys = tuple(itertools.chain(*queries)), tuple(itertools.chain(*keys))
     if allowed[0] is None:
         return Part(len(products), queries, keys)
     allowed = torch.stack(allowed)
     mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))[:, None]
     unseen = ~allowed.any(-1, keepdim=True)
     return Part(len(products), queries, keys, mask, unseen if unseen.any() else None)
-
-
-def _as_index(rows: Rows) -> torch.Tensor:
-    return torch.arange(rows.start, rows.stop, rows.step) if isinstance(rows, slice) else rows
