@@ -24,6 +24,12 @@ _SHAPE = [
     "rotary_base",
     "rotary_percent",
     "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",  # a list of ones is not 1: Megatron then stores each layer by itself
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_latent_size",
+    "moe_router_enable_expert_bias",
 ]
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -235,6 +235,23 @@ def test_a_checkpoint_of_something_else_is_refused(pool, argv, uninterrupted, fl
     assert message in failure.value.error
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    (
+        ("--moe-ffn-hidden-size 96", "--moe-ffn-hidden-size 192, this run has 96"),
+        ("--moe-layer-freq 2", "--moe-layer-freq 1, this run has 2"),
+        ("--moe-layer-freq ([1]*4)", "--moe-layer-freq 1, this run has [1, 1, 1, 1]"),
+        ("--moe-shared-expert-intermediate-size 64", "--moe-shared-expert-intermediate-size None, this run has 64"),
+        ("--moe-latent-size 64", "--moe-latent-size None, this run has 64"),
+    ),
+)
+def test_a_checkpoint_of_other_experts_is_refused(pool, argv, uninterrupted, flags, message):
+    folder, _ = uninterrupted("experts 1")
+    with pytest.raises(CaseFailed) as failure:
+        resume(pool, argv, folder, "experts 1", *flags.split())
+    assert message in failure.value.error
+
+
 def test_a_run_killed_during_a_save_resumes_from_the_last_complete_checkpoint(pool, argv, tmp_path):
     argv = [*map(str, argv), "--train-iters", "400", "--save", str(tmp_path), "--save-interval", "3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
