@@ -31,6 +31,19 @@ _SHAPE = [
     "moe_latent_size",
     "moe_router_enable_expert_bias",
 ]
+# What Megatron's scheduler wants to find as it was, in the words of the command line (it counts in samples).
+_SCHEDULE = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_decay_style": "--lr-decay-style",
+    "lr_warmup_steps": "a warm-up of samples",
+    "lr_decay_steps": "a learning rate decay over samples (--lr-decay-iters or --train-iters)",
+    "start_wd": "--weight-decay (at the start)",
+    "end_wd": "--weight-decay (at the end)",
+    "wd_incr_style": "--weight-decay-incr-style",
+    "wd_incr_steps": "a weight decay schedule over samples (--train-iters)",
+}
+_DECOUPLED = ("decoupled_lr", "decoupled_min_lr")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -88,11 +101,16 @@ def _advice(folder: str) -> str:
     return f"load another one with --ckpt-step {(earlier or others)[-1]}."
 
 
-def saved_arguments(folder: str) -> Namespace:
-    """The arguments of the run that wrote the checkpoint."""
+def _common_state(folder: str) -> dict:
+    """What is the same on all ranks: arguments, iteration, schedules."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
-    state = load_common_state_dict(folder)
+    return load_common_state_dict(folder)
+
+
+def saved_arguments(folder: str) -> Namespace:
+    """The arguments of the run that wrote the checkpoint."""
+    state = _common_state(folder)
     if "args" not in state:
         raise ValueError(f"{folder} holds no arguments: it was not written by this program.")
     return state["args"]
@@ -113,7 +131,9 @@ def check_before_loading(args) -> None:
         return
     check_complete(folder)
     saved = saved_arguments(folder)
-    _check_optimizer(args, saved, folder)
+    if not (args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False)):
+        _check_optimizer(args, saved, folder)
+        _check_schedule(args, saved, folder)
     fine_tunes = args.finetune  # weights only: another objective may continue them
     names = [*_SHAPE, "vocab_size"] + ([] if fine_tunes else ["dllm_mode", "dllm_mask_token_id"])
     for name in names:
@@ -128,8 +148,6 @@ def check_before_loading(args) -> None:
 
 def _check_optimizer(args, saved: Namespace, folder: str) -> None:
     """Megatron stores the distributed optimizer's state in another form and cannot turn one into the other."""
-    if args.finetune or args.no_load_optim:
-        return
     theirs, ours = saved.use_distributed_optimizer, args.use_distributed_optimizer
     if theirs != ours:
         have = lambda uses: "with" if uses else "without"
@@ -137,6 +155,34 @@ def _check_optimizer(args, saved: Namespace, folder: str) -> None:
             f"{folder} was saved {have(theirs)} --use-distributed-optimizer, this run is {have(ours)} it: use the same "
             "or --no-load-optim to take the weights and start the optimizer afresh."
         )
+
+
+def _check_schedule(args, saved: Namespace, folder: str) -> None:
+    """Another learning rate or length of training: on purpose, or by mistake?"""
+    if args.override_opt_param_scheduler:
+        return
+    pairs = {f"--{name.replace('_', '-')}": (getattr(saved, name), getattr(args, name)) for name in _DECOUPLED}
+    if not args.use_checkpoint_opt_param_scheduler:
+        theirs, ours = _common_state(folder)["opt_param_scheduler"], _schedule(args)
+        pairs |= {words: (theirs[name], ours[name]) for name, words in _SCHEDULE.items()}
+    for words, (their, our) in pairs.items():
+        if their != our:
+            raise ValueError(
+                f"{folder} was trained with {words} {their}, this run has {our}: use the same, or "
+                "--override-opt-param-scheduler to go on with this run's schedules."
+            )
+
+
+def _schedule(args) -> dict:
+    """What Megatron's scheduler of this run will save."""
+    from megatron.training.training import get_optimizer_param_scheduler
+
+    before = dict(vars(args))
+    try:
+        return get_optimizer_param_scheduler(Namespace(param_groups=[])).state_dict()
+    finally:  # it fills in numbers, from which it would compute others the second time
+        vars(args).clear()
+        vars(args).update(before)
 
 
 def _value(args: Namespace, name: str):

@@ -1,5 +1,6 @@
 """Save and resume: bit-exact in the same layout, exact to rounding in any other, and after a kill."""
 
+import math
 import os
 import shutil
 import signal
@@ -204,6 +205,50 @@ def test_another_global_batch_size_continues_behind_the_last_sample(pool, argv, 
     flags = ("--global-batch-size", 4, "--override-opt-param-scheduler")
     result = resume(pool, argv, folder, "1", *flags)[0]
     assert result["indices"][0] == [[24, 25], [26, 27]]
+
+
+@pytest.mark.parametrize("name", ("1", "DP2 distributed optimizer", "experts EP2", "experts EP2 distributed optimizer"))
+def test_another_learning_rate_goes_on_with_the_state(pool, argv, uninterrupted, tmp_path, name):
+    folder, straight = uninterrupted(name)
+    flags = ("--lr", 2e-3, "--min-lr", 2e-4, "--override-opt-param-scheduler")
+    resume(pool, argv, folder, name, *flags, "--train-iters", 3, "--save", tmp_path, "--save-interval", 1000)
+    before, loaded = tensors(folder / "iter_0000003"), tensors(tmp_path / "iter_0000003")
+    assert before.keys() == loaded.keys()
+    assert not [key for key in loaded if not torch.equal(before[key], loaded[key])]
+    result = resume(pool, argv, tmp_path, name, *flags)[-1]
+    assert result["rates"] == pytest.approx([2e-4 + 9e-4 * (1 + math.cos(math.pi * k / 10)) for k in (3, 4, 5)])
+    assert result["losses"][0] == straight["losses"][3]
+    assert result["losses"][1:] != pytest.approx(straight["losses"][4:], rel=1e-5)
+    back = resume(pool, argv, tmp_path, name, "--override-opt-param-scheduler")[-1]
+    assert back["losses"] == straight["losses"][3:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    (
+        ("--lr 2e-3", "--lr 0.003, this run has 0.002"),
+        ("--min-lr 2e-4", "--min-lr 0.0001, this run has 0.0002"),
+        ("--lr-decay-style linear", "--lr-decay-style cosine, this run has linear"),
+        ("--weight-decay 0", "--weight-decay (at the start) 0.1, this run has 0"),
+        ("--train-iters 9", "(--train-iters) 48, this run has 72"),
+        ("--decoupled-lr 1e-2", "--decoupled-lr None, this run has 0.01"),
+    ),
+)
+def test_another_schedule_is_refused_unless_it_is_on_purpose(pool, argv, uninterrupted, flags, message):
+    folder, _ = uninterrupted("1")
+    with pytest.raises(CaseFailed) as failure:
+        resume(pool, argv, folder, "1", *flags.split())
+    assert message in failure.value.error and "--override-opt-param-scheduler" in failure.value.error
+    assert len(resume(pool, argv, folder, "1", *flags.split(), "--override-opt-param-scheduler")[0]["losses"]) >= 3
+
+
+def test_the_checkpoints_schedule_can_be_kept(pool, argv, uninterrupted):
+    folder, straight = uninterrupted("DP2")
+    flags = ("--lr", 2e-3, "--min-lr", 2e-4, "--use-checkpoint-opt-param-scheduler")
+    for name in ("DP2", "1"):
+        result = resume(pool, argv, folder, name, *flags)[0]
+        assert result["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
+        assert result["rates"] == straight["rates"][3:]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_loads(pool, argv, uninterrupted, tmp_path):

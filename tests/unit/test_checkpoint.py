@@ -12,7 +12,7 @@ def arguments(**changes) -> Namespace:
         load="runs/a", save="runs/a", ckpt_step=None, finetune=False, num_attention_heads=6, vocab_size=8,
         num_query_groups=1, group_query_attention=False,
     )  # fmt: skip
-    optimizer = dict(no_load_optim=False, use_distributed_optimizer=False)
+    optimizer = dict(no_load_optim=False, use_distributed_optimizer=False, override_opt_param_scheduler=True)
     return Namespace(**optimizer | usual | changes)
 
 
