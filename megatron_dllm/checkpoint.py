@@ -147,13 +147,21 @@ def check_before_loading(args) -> None:
 
 
 def _check_optimizer(args, saved: Namespace, folder: str) -> None:
-    """Megatron stores the distributed optimizer's state in another form and cannot turn one into the other."""
+    """What `optimizer_forms` cannot turn into this run's state."""
+    ways = "use the same or --no-load-optim to take the weights and start the optimizer afresh."
+    if (args.bf16 or args.fp16) and not (saved.bf16 or saved.fp16 or saved.use_distributed_optimizer):
+        flag = "--bf16" if args.bf16 else "--fp16"
+        raise ValueError(
+            f"{folder} was trained in fp32, without a copy of the weights that {flag} goes on with: {ways}"
+        )
     theirs, ours = saved.use_distributed_optimizer, args.use_distributed_optimizer
-    if theirs != ours:
+    plain_adam = lambda a: a.optimizer == "adam" and not a.use_precision_aware_optimizer
+    converts = plain_adam(saved) and plain_adam(args) and (ours or saved.dist_ckpt_optim_fully_reshardable)
+    if theirs != ours and not converts:
         have = lambda uses: "with" if uses else "without"
         raise ValueError(
-            f"{folder} was saved {have(theirs)} --use-distributed-optimizer, this run is {have(ours)} it: use the same "
-            "or --no-load-optim to take the weights and start the optimizer afresh."
+            f"{folder} was saved {have(theirs)} --use-distributed-optimizer, this run is {have(ours)} it, and only the "
+            f"state of adam without --use-precision-aware-optimizer, saved fully reshardable, serves both: {ways}"
         )
 
 

@@ -2,14 +2,16 @@
 
 A checkpoint holds moments by the parameter's name, which suits every layout. The rest (settings of parameter groups,
 step, loss scale) comes in forms that megatron-core 0.19.2 cannot turn into each other: in the state of one optimizer or
-in numbered states of two (experts have their own with EP > 1 or an expert TP other than TP), and at other levels.
-`fixes.install` installs this.
+in numbered states of two (experts have their own with EP > 1 or an expert TP other than TP), and at other levels with
+and without --use-distributed-optimizer. These two also name the fp32 weights of a bf16 run differently, and an fp32 run
+has a second copy of its weights with it only. `fixes.install` installs this.
 """
 
 import functools
 import itertools
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer import (
     ChainedOptimizer,
     DistributedOptimizer,
@@ -19,6 +21,8 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.training import get_args
 
+_MASTERS, _MASTERS_DISTRIBUTED = "optimizer.state.fp32_param.", "optimizer.state.param."
+_PLAIN = "dllm_saved_without_distributed_optimizer"
 _LR = ("max_lr", "min_lr")
 # A parameter group continues the saved one that agrees in all of the first, and in most of the second.
 _SAME = [key for key in param_group_identifier_keys if key not in (*_LR, "is_expert_parallel")]
@@ -28,6 +32,8 @@ _ALIKE = ("default_config", *_LR, "is_expert_parallel")
 def install() -> None:
     load_state_dict = ChainedOptimizer.load_state_dict
     sharded_state_dict = ChainedOptimizer.sharded_state_dict
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    content_metadata = dist_checkpointing.load_content_metadata
     state_of_float16 = Float16OptimizerWithFloat16Params.sharded_state_dict
 
     @functools.wraps(load_state_dict)
@@ -40,8 +46,19 @@ def install() -> None:
         if is_loading:
             parts = [state] if len(self.chained_optimizers) == 1 else [state[key] for key in sorted(state)]
             for optimizer, part in zip(self.chained_optimizers, parts, strict=True):
-                _request(optimizer, part)
+                _request(optimizer, part, kwargs.get("metadata") or {})
         return state
+
+    @functools.wraps(set_states)
+    def set_states_but_the_weights(self, model_param, tensors):
+        return set_states(self, model_param, {"param": None, **tensors})  # None: nothing to copy
+
+    @functools.wraps(content_metadata)
+    def content_metadata_for_either(*args, **kwargs):
+        metadata = content_metadata(*args, **kwargs)
+        if get_args().use_distributed_optimizer and "distrib_optim_sharding_type" not in (metadata or {}):
+            metadata = {**(metadata or {}), "distrib_optim_sharding_type": "fully_reshardable", _PLAIN: True}
+        return metadata
 
     @functools.wraps(state_of_float16)
     def state_without_empty_lists(self, *args, **kwargs):
@@ -53,14 +70,25 @@ def install() -> None:
 
     ChainedOptimizer.load_state_dict = load_state_dict_of_any_form
     ChainedOptimizer.sharded_state_dict = sharded_state_dict_to_load
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_the_weights
+    dist_checkpointing.load_content_metadata = content_metadata_for_either
     Float16OptimizerWithFloat16Params.sharded_state_dict = state_without_empty_lists
 
 
-def _request(optimizer, part: dict) -> None:
-    """Ask the checkpoint only for what it has: `part` is what `optimizer` would load."""
+def _request(optimizer, part: dict, metadata: dict) -> None:
+    """Ask the checkpoint only for what it has, by the name that it has there; `part`: what `optimizer` would load."""
     if not isinstance(optimizer, DistributedOptimizer):
         # the numbers of their parameters, which would be merged with the saved groups one by one
         del part.get("optimizer", part)["param_groups"]
+        if "distrib_optim_sharding_type" in metadata:
+            for tensor in itertools.chain(*part.get("fp32_from_fp16_params", ())):
+                tensor.key = tensor.key.replace(_MASTERS, _MASTERS_DISTRIBUTED, 1)
+    elif _PLAIN in metadata:
+        for tensors in part["param_state"].values():
+            if optimizer.config.bf16 or optimizer.config.fp16:
+                tensors["param"].key = tensors["param"].key.replace(_MASTERS_DISTRIBUTED, _MASTERS, 1)
+            else:
+                del tensors["param"]  # a view of the weights, which are loaded
 
 
 def _in_own_form(optimizers: list, state: dict) -> dict:
