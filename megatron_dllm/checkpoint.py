@@ -31,17 +31,17 @@ _SHAPE = [
     "moe_latent_size",
     "moe_router_enable_expert_bias",
 ]
-# What Megatron's scheduler wants to find as it was, in the words of the command line (it counts in samples).
+# What Megatron's scheduler wants to find as it was, in words.
 _SCHEDULE = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
     "lr_decay_style": "--lr-decay-style",
-    "lr_warmup_steps": "a warm-up of samples",
-    "lr_decay_steps": "a learning rate decay over samples (--lr-decay-iters or --train-iters)",
+    "lr_warmup_steps": "a warm-up (in samples) of",
+    "lr_decay_steps": "a learning rate decay (--lr-decay-iters or --train-iters, in samples) of",
     "start_wd": "--weight-decay (at the start)",
     "end_wd": "--weight-decay (at the end)",
     "wd_incr_style": "--weight-decay-incr-style",
-    "wd_incr_steps": "a weight decay schedule over samples (--train-iters)",
+    "wd_incr_steps": "a weight decay schedule (--train-iters, in samples) of",
 }
 _DECOUPLED = ("decoupled_lr", "decoupled_min_lr")
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -285,7 +285,7 @@ def test_another_learning_rate_goes_on_with_the_state(pool, argv, uninterrupted,
         ("--min-lr 2e-4", "--min-lr 0.0001, this run has 0.0002"),
         ("--lr-decay-style linear", "--lr-decay-style cosine, this run has linear"),
         ("--weight-decay 0", "--weight-decay (at the start) 0.1, this run has 0"),
-        ("--train-iters 9", "(--train-iters) 48, this run has 72"),
+        ("--train-iters 9", "(--train-iters, in samples) of 48, this run has 72"),
         ("--decoupled-lr 1e-2", "--decoupled-lr None, this run has 0.01"),
     ),
 )
