@@ -24,7 +24,26 @@ _SHAPE = [
     "rotary_base",
     "rotary_percent",
     "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",  # a list of ones is not 1: Megatron then stores each layer by itself
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_latent_size",
+    "moe_router_enable_expert_bias",
 ]
+# What Megatron's scheduler wants to find as it was, in words.
+_SCHEDULE = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_decay_style": "--lr-decay-style",
+    "lr_warmup_steps": "a warm-up (in samples) of",
+    "lr_decay_steps": "a learning rate decay (--lr-decay-iters or --train-iters, in samples) of",
+    "start_wd": "--weight-decay (at the start)",
+    "end_wd": "--weight-decay (at the end)",
+    "wd_incr_style": "--weight-decay-incr-style",
+    "wd_incr_steps": "a weight decay schedule (--train-iters, in samples) of",
+}
+_DECOUPLED = ("decoupled_lr", "decoupled_min_lr")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -82,11 +101,16 @@ def _advice(folder: str) -> str:
     return f"load another one with --ckpt-step {(earlier or others)[-1]}."
 
 
-def saved_arguments(folder: str) -> Namespace:
-    """The arguments of the run that wrote the checkpoint."""
+def _common_state(folder: str) -> dict:
+    """What is the same on all ranks: arguments, iteration, schedules."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
-    state = load_common_state_dict(folder)
+    return load_common_state_dict(folder)
+
+
+def saved_arguments(folder: str) -> Namespace:
+    """The arguments of the run that wrote the checkpoint."""
+    state = _common_state(folder)
     if "args" not in state:
         raise ValueError(f"{folder} holds no arguments: it was not written by this program.")
     return state["args"]
@@ -107,7 +131,9 @@ def check_before_loading(args) -> None:
         return
     check_complete(folder)
     saved = saved_arguments(folder)
-    _check_optimizer(args, saved, folder)
+    if not (args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False)):
+        _check_optimizer(args, saved, folder)
+        _check_schedule(args, saved, folder)
     fine_tunes = args.finetune  # weights only: another objective may continue them
     names = [*_SHAPE, "vocab_size"] + ([] if fine_tunes else ["dllm_mode", "dllm_mask_token_id"])
     for name in names:
@@ -121,16 +147,50 @@ def check_before_loading(args) -> None:
 
 
 def _check_optimizer(args, saved: Namespace, folder: str) -> None:
-    """Megatron stores the distributed optimizer's state in another form and cannot turn one into the other."""
-    if args.finetune or args.no_load_optim:
-        return
+    """What `optimizer_forms` cannot turn into this run's state."""
+    ways = "use the same or --no-load-optim to take the weights and start the optimizer afresh."
+    if (args.bf16 or args.fp16) and not (saved.bf16 or saved.fp16 or saved.use_distributed_optimizer):
+        flag = "--bf16" if args.bf16 else "--fp16"
+        raise ValueError(
+            f"{folder} was trained in fp32, without a copy of the weights that {flag} goes on with: {ways}"
+        )
     theirs, ours = saved.use_distributed_optimizer, args.use_distributed_optimizer
-    if theirs != ours:
+    plain_adam = lambda a: a.optimizer == "adam" and not a.use_precision_aware_optimizer
+    converts = plain_adam(saved) and plain_adam(args) and (ours or saved.dist_ckpt_optim_fully_reshardable)
+    if theirs != ours and not converts:
         have = lambda uses: "with" if uses else "without"
         raise ValueError(
-            f"{folder} was saved {have(theirs)} --use-distributed-optimizer, this run is {have(ours)} it: use the same "
-            "or --no-load-optim to take the weights and start the optimizer afresh."
+            f"{folder} was saved {have(theirs)} --use-distributed-optimizer, this run is {have(ours)} it, and only the "
+            f"state of adam without --use-precision-aware-optimizer, saved fully reshardable, serves both: {ways}"
         )
+
+
+def _check_schedule(args, saved: Namespace, folder: str) -> None:
+    """Another learning rate or length of training: on purpose, or by mistake?"""
+    if args.override_opt_param_scheduler:
+        return
+    pairs = {f"--{name.replace('_', '-')}": (getattr(saved, name), getattr(args, name)) for name in _DECOUPLED}
+    if not args.use_checkpoint_opt_param_scheduler:
+        theirs, ours = _common_state(folder)["opt_param_scheduler"], _schedule(args)
+        pairs |= {words: (theirs[name], ours[name]) for name, words in _SCHEDULE.items()}
+    for words, (their, our) in pairs.items():
+        if their != our:
+            raise ValueError(
+                f"{folder} was trained with {words} {their}, this run has {our}: use the same, or "
+                "--override-opt-param-scheduler to go on with this run's schedules."
+            )
+
+
+def _schedule(args) -> dict:
+    """What Megatron's scheduler of this run will save."""
+    from megatron.training.training import get_optimizer_param_scheduler
+
+    before = dict(vars(args))
+    try:
+        return get_optimizer_param_scheduler(Namespace(param_groups=[])).state_dict()
+    finally:  # it fills in numbers, from which it would compute others the second time
+        vars(args).clear()
+        vars(args).update(before)
 
 
 def _value(args: Namespace, name: str):

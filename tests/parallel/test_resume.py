@@ -1,5 +1,6 @@
 """Save and resume: bit-exact in the same layout, exact to rounding in any other, and after a kill."""
 
+import math
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ LAYOUTS = {
     "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2 VPP2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "CP2": (2, "--context-parallel-size 2"),
+    "1 distributed optimizer": (1, "--use-distributed-optimizer"),
     "DP2 distributed optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "DP4 distributed optimizer": (4, "--use-distributed-optimizer"),
     "DP2 TP2 SP distributed optimizer": (
@@ -56,16 +58,16 @@ def argv(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(pool, argv, tmp_path_factory):
-    """uninterrupted(layout): six steps, saved after the third and the sixth."""
+    """uninterrupted(layout, *flags): six steps, saved after the third and the sixth."""
     made = {}
 
-    def get(name):
-        if name not in made:
+    def get(name, *more):
+        if (name, *more) not in made:
             folder = tmp_path_factory.mktemp("checkpoint")
             processes, flags = LAYOUTS[name]
-            results = pool.run([*argv, *flags.split(), "--save", folder, "--save-interval", 3], processes)
-            made[name] = (folder, results[-1])
-        return made[name]
+            results = pool.run([*argv, *flags.split(), *more, "--save", folder, "--save-interval", 3], processes)
+            made[name, *more] = (folder, results[-1])
+        return made[name, *more]
 
     return get
 
@@ -153,18 +155,33 @@ def test_a_first_stage_without_experts_resumes(pool, argv, tmp_path, flags):
     assert result["losses"] == straight["losses"][3:]
 
 
-@pytest.mark.parametrize("kind", ("", " distributed optimizer"))
-def test_the_state_of_experts_is_the_same_bits_in_every_layout(pool, argv, tmp_path, kind):
+_D = " distributed optimizer"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "flags"),
+    ((("", "", ""), "--bf16"), ((_D, _D, _D), "--bf16"), ((_D, "", _D), "--bf16"), (("", _D, ""), "")),
+)
+def test_the_state_of_experts_is_the_same_bits_in_every_form(pool, argv, tmp_path, kinds, flags):
     """Saved after three steps; loaded in two other layouts in turn and saved again at once."""
-    folders = []
-    for name in ("DP2", "EP2", "1"):
-        processes, flags = LAYOUTS[f"experts {name}{kind}"]
+    folders, argv = [], [*argv, "--train-iters", 3, "--save-interval", 1000, *flags.split()]
+    for name, kind in zip(("DP2", "EP2", "1"), kinds, strict=True):
+        processes, layout = LAYOUTS[f"experts {name}{kind}"]
         load = ["--load", folders[-1]] if folders else []
         folders.append(tmp_path / name)
-        more = [*flags.split(), "--bf16", "--train-iters", 3, "--save", folders[-1], "--save-interval", 1000, *load]
-        assert len(pool.run([*argv, *more], processes)[-1]["losses"]) == (0 if load else 3)
-    saved = [tensors(folder / "iter_0000003") for folder in folders]
-    assert any(key.startswith("optimizer.state.exp_avg_sq.") and "experts" in key for key in saved[0])
+        result = pool.run([*argv, *layout.split(), "--save", folders[-1], *load], processes)[-1]
+        assert len(result["losses"]) == (0 if load else 3)
+    saved = []
+    for folder in folders:
+        state = tensors(folder / "iter_0000003")
+        assert any(key.startswith("optimizer.state.exp_avg_sq.") and "experts" in key for key in state)
+        for key in [key for key in state if key.startswith("optimizer.state.param.")]:
+            fp32 = state.pop(key)  # fp32 runs have them with the distributed optimizer only: the weights once more
+            if flags:
+                state[key.replace("param", "fp32_param", 1)] = fp32
+            else:
+                assert torch.equal(fp32, state[key.removeprefix("optimizer.state.param.")])
+        saved.append(state)
     for other in saved[1:]:
         assert other.keys() == saved[0].keys()
         assert not [key for key in other if not torch.equal(other[key], saved[0][key])]
@@ -188,15 +205,54 @@ def test_the_folder_of_an_iteration_is_as_good_as_the_runs(pool, argv, uninterru
     assert result["losses"] == straight["losses"][3:]
 
 
-def test_the_two_kinds_of_optimizer_state_are_kept_apart(pool, argv, uninterrupted):
-    """Megatron cannot turn one into the other: a sentence, and a way to go on with the weights."""
-    for saved, flags in (("1", ["--use-distributed-optimizer"]), ("DP2 distributed optimizer", [])):
-        folder, straight = uninterrupted(saved)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    (
+        ("1", "1 distributed optimizer"),
+        ("TP2 SP", "DP2 distributed optimizer"),
+        ("PP2 VPP2", "DP2 TP2 SP distributed optimizer"),
+        ("DP2 distributed optimizer", "1"),
+        ("DP2 TP2 SP distributed optimizer", "PP2 VPP2"),
+        ("experts 1", "experts EP2 distributed optimizer"),
+        ("experts EP2", "experts DP2 distributed optimizer"),
+        ("experts EP2", "experts EP2 PP2 distributed optimizer"),
+        ("experts EP2 distributed optimizer", "experts TP2 SP"),
+        ("experts DP2 distributed optimizer", "experts EP2 PP2"),
+    ),
+)
+def test_the_distributed_optimizer_comes_and_goes(pool, argv, uninterrupted, before, after):
+    folder, straight = uninterrupted(before)
+    result = resume(pool, argv, folder, after)[-1]
+    assert result["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
+    assert result["grad_norms"] == pytest.approx(straight["grad_norms"][3:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tolerance"),
+    (
+        ("1", "1 distributed optimizer", 1e-5),
+        ("DP2 distributed optimizer", "DP2", 1e-5),
+        ("experts EP2", "experts EP2 PP2 distributed optimizer", 1e-5),
+        ("experts EP2 distributed optimizer", "experts EP2", 1e-5),
+        ("TP2 SP", "DP2 distributed optimizer", 5e-4),  # bf16 rounds otherwise in another layout
+        ("experts EP2 distributed optimizer", "experts TP2 SP", 5e-4),
+    ),
+)
+def test_the_distributed_optimizer_comes_and_goes_in_bf16(pool, argv, uninterrupted, before, after, tolerance):
+    folder, straight = uninterrupted(before, "--bf16")
+    result = resume(pool, argv, folder, after, "--bf16")[-1]
+    assert result["losses"] == pytest.approx(straight["losses"][3:], rel=tolerance)
+    assert result["grad_norms"] == pytest.approx(straight["grad_norms"][3:], rel=tolerance)
+
+
+def test_a_state_without_fp32_weights_does_not_go_on_in_bf16(pool, argv, uninterrupted):
+    folder, straight = uninterrupted("1")
+    for name in ("1", "1 distributed optimizer"):
         with pytest.raises(CaseFailed) as failure:
-            pool.run([*argv, "--load", folder, "--ckpt-step", 3, *flags])
-        assert "--no-load-optim" in failure.value.error
-        result = pool.run([*argv, "--load", folder, "--ckpt-step", 3, *flags, "--no-load-optim"])[0]
-        assert result["losses"][0] == pytest.approx(straight["losses"][3], rel=1e-5)
+            resume(pool, argv, folder, name, "--bf16")
+        assert "trained in fp32" in failure.value.error
+    result = resume(pool, argv, folder, "1", "--bf16", "--no-load-optim")[0]
+    assert result["losses"][0] == pytest.approx(straight["losses"][3], rel=1e-3)
 
 
 def test_another_global_batch_size_continues_behind_the_last_sample(pool, argv, uninterrupted):
@@ -204,6 +260,50 @@ def test_another_global_batch_size_continues_behind_the_last_sample(pool, argv, 
     flags = ("--global-batch-size", 4, "--override-opt-param-scheduler")
     result = resume(pool, argv, folder, "1", *flags)[0]
     assert result["indices"][0] == [[24, 25], [26, 27]]
+
+
+@pytest.mark.parametrize("name", ("1", "DP2 distributed optimizer", "experts EP2", "experts EP2 distributed optimizer"))
+def test_another_learning_rate_goes_on_with_the_state(pool, argv, uninterrupted, tmp_path, name):
+    folder, straight = uninterrupted(name)
+    flags = ("--lr", 2e-3, "--min-lr", 2e-4, "--override-opt-param-scheduler")
+    resume(pool, argv, folder, name, *flags, "--train-iters", 3, "--save", tmp_path, "--save-interval", 1000)
+    before, loaded = tensors(folder / "iter_0000003"), tensors(tmp_path / "iter_0000003")
+    assert before.keys() == loaded.keys()
+    assert not [key for key in loaded if not torch.equal(before[key], loaded[key])]
+    result = resume(pool, argv, tmp_path, name, *flags)[-1]
+    assert result["rates"] == pytest.approx([2e-4 + 9e-4 * (1 + math.cos(math.pi * k / 10)) for k in (3, 4, 5)])
+    assert result["losses"][0] == straight["losses"][3]
+    assert result["losses"][1:] != pytest.approx(straight["losses"][4:], rel=1e-5)
+    back = resume(pool, argv, tmp_path, name, "--override-opt-param-scheduler")[-1]
+    assert back["losses"] == straight["losses"][3:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    (
+        ("--lr 2e-3", "--lr 0.003, this run has 0.002"),
+        ("--min-lr 2e-4", "--min-lr 0.0001, this run has 0.0002"),
+        ("--lr-decay-style linear", "--lr-decay-style cosine, this run has linear"),
+        ("--weight-decay 0", "--weight-decay (at the start) 0.1, this run has 0"),
+        ("--train-iters 9", "(--train-iters, in samples) of 48, this run has 72"),
+        ("--decoupled-lr 1e-2", "--decoupled-lr None, this run has 0.01"),
+    ),
+)
+def test_another_schedule_is_refused_unless_it_is_on_purpose(pool, argv, uninterrupted, flags, message):
+    folder, _ = uninterrupted("1")
+    with pytest.raises(CaseFailed) as failure:
+        resume(pool, argv, folder, "1", *flags.split())
+    assert message in failure.value.error and "--override-opt-param-scheduler" in failure.value.error
+    assert len(resume(pool, argv, folder, "1", *flags.split(), "--override-opt-param-scheduler")[0]["losses"]) >= 3
+
+
+def test_the_checkpoints_schedule_can_be_kept(pool, argv, uninterrupted):
+    folder, straight = uninterrupted("DP2")
+    flags = ("--lr", 2e-3, "--min-lr", 2e-4, "--use-checkpoint-opt-param-scheduler")
+    for name in ("DP2", "1"):
+        result = resume(pool, argv, folder, name, *flags)[0]
+        assert result["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
+        assert result["rates"] == straight["rates"][3:]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_loads(pool, argv, uninterrupted, tmp_path):
@@ -232,6 +332,23 @@ def test_a_checkpoint_of_something_else_is_refused(pool, argv, uninterrupted, fl
     folder, _ = uninterrupted("1")
     with pytest.raises(CaseFailed) as failure:
         pool.run([*argv, "--load", folder, *flags.split()])
+    assert message in failure.value.error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    (
+        ("--moe-ffn-hidden-size 96", "--moe-ffn-hidden-size 192, this run has 96"),
+        ("--moe-layer-freq 2", "--moe-layer-freq 1, this run has 2"),
+        ("--moe-layer-freq ([1]*4)", "--moe-layer-freq 1, this run has [1, 1, 1, 1]"),
+        ("--moe-shared-expert-intermediate-size 64", "--moe-shared-expert-intermediate-size None, this run has 64"),
+        ("--moe-latent-size 64", "--moe-latent-size None, this run has 64"),
+    ),
+)
+def test_a_checkpoint_of_other_experts_is_refused(pool, argv, uninterrupted, flags, message):
+    folder, _ = uninterrupted("experts 1")
+    with pytest.raises(CaseFailed) as failure:
+        resume(pool, argv, folder, "experts 1", *flags.split())
     assert message in failure.value.error
 
 

@@ -46,7 +46,7 @@ class Observation:
 
     def __init__(self, case: dict):
         self.case = case
-        self.result = dict(losses=[], grad_norms=[], reports=[], evaluations=[], indices=[], noise={}, nll={})
+        self.result = dict(losses=[], grad_norms=[], rates=[], reports=[], evaluations=[], indices=[], noise={}, nll={})
 
     @contextlib.contextmanager
     def watching(self):
@@ -105,6 +105,8 @@ class Observation:
         if not stream.queue:
             stream.read_step()
         self.result["indices"].append([batch.index for batch in stream.queue])
+        _model, optimizer, *_ = args
+        self.result["rates"].append(optimizer.param_groups[0]["lr"])
         out = original(forward_step, iterator, *args, **kwargs)
         if out[0]:
             self.result["losses"].append(out[0]["loss"].item())

@@ -12,7 +12,10 @@ def arguments(**changes) -> Namespace:
         load="runs/a", save="runs/a", ckpt_step=None, finetune=False, num_attention_heads=6, vocab_size=8,
         num_query_groups=1, group_query_attention=False,
     )  # fmt: skip
-    optimizer = dict(no_load_optim=False, use_distributed_optimizer=False)
+    optimizer = dict(
+        no_load_optim=False, use_distributed_optimizer=False, override_opt_param_scheduler=True, bf16=False, fp16=False,
+        optimizer="adam", use_precision_aware_optimizer=False, dist_ckpt_optim_fully_reshardable=True,
+    )  # fmt: skip
     return Namespace(**optimizer | usual | changes)
 
 
@@ -38,3 +41,29 @@ def test_query_groups_must_agree(load):
     for other in (arguments(), arguments(group_query_attention=True, num_query_groups=2)):
         with pytest.raises(ValueError, match="--num-query-groups 3"):
             load(grouped, other)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    (
+        ({}, dict(bf16=True), "trained in fp32"),
+        ({}, dict(fp16=True, use_distributed_optimizer=True), "trained in fp32"),
+        (dict(optimizer="muon"), dict(optimizer="muon", use_distributed_optimizer=True), "only the state of adam"),
+        ({}, dict(use_distributed_optimizer=True, use_precision_aware_optimizer=True), "only the state of adam"),
+        (dict(use_distributed_optimizer=True, dist_ckpt_optim_fully_reshardable=False), {}, "fully reshardable"),
+    ),
+)
+def test_optimizer_state_that_cannot_go_on_is_refused(load, saved, own, message):
+    with pytest.raises(ValueError, match=message) as failure:
+        load(arguments(**saved), arguments(**own))
+    assert "--no-load-optim" in str(failure.value)
+    load(arguments(**saved), arguments(**own, no_load_optim=True))
+    load(arguments(**saved), arguments(**own, finetune=True))
+
+
+@pytest.mark.parametrize("precision", ("bf16", "fp16", "finetune"))
+def test_optimizer_state_converts(load, precision):
+    for distributed in (False, True):
+        saved = arguments(**{precision: True}, use_distributed_optimizer=not distributed)
+        load(saved, arguments(**{precision: True}, use_distributed_optimizer=distributed))
+    load(arguments(use_distributed_optimizer=True), arguments(**{precision: True}))
