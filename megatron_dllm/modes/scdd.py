@@ -59,7 +59,7 @@ def add_args(group) -> None:
         "--scdd-chunk-size",
         type=int,
         default=256,
-        help="Rows of logits that exist at a time. Fewer save memory; on a CPU 64 to 256 are equally fast.",
+        help="Rows of logits that exist at a time. Fewer need less memory; on a CPU 64 to 512 are about equally fast.",
     )
 
 
