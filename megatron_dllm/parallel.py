@@ -116,11 +116,12 @@ def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_
 
 
 def digest(batch: ModelInput, index: list[int]) -> int:
-    """63-bit hash of all that a micro-batch trains on: inputs, positions, attributes, targets and weights."""
+    """63-bit hash of all that a micro-batch trains on: inputs, positions, attributes, every term."""
     h = hashlib.blake2b(repr(index).encode(), digest_size=8)
     tensors = [batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA]
     for name in sorted(batch.terms):
-        tensors += [batch.terms[name].targets_BQ, batch.terms[name].weights_BQ]
+        h.update(repr(batch.terms[name].count).encode())
+        tensors += [value for value in vars(batch.terms[name]).values() if isinstance(value, torch.Tensor)]
     for tensor in tensors:
         h.update(tensor.contiguous().numpy().tobytes())
     return int.from_bytes(h.digest(), "little") >> 1

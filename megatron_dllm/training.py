@@ -114,19 +114,18 @@ def loss_function(batch: RankBatch, training: bool, terms: list[LossTerm]):
     args = get_args()
     cp, dp, M = args.context_parallel_size, args.data_parallel_size, batch.microbatches
     share = 1.0 / (M * dp * cp)  # a report [value, share] is summed over micro-batches, DP and CP, then divided
-    total, logged, report = 0.0, 0.0, {}
+    total, report = 0.0, {}
     for term in terms:
-        value = term.sum.detach() if term.logged is None else term.logged.detach()
+        value = term.sum.detach()
         term_weights[term.name] = term.weight
         total = total + term.weight * term.sum / batch.denominators[term.name]
-        logged = logged + term.weight * value / batch.denominators[term.name]
         if training:
             report[f"{term.name} loss"] = torch.stack([value / batch.denominators[term.name], value.new_tensor(share)])
         else:  # one quotient over all evaluated tokens, rather than the mean of the evaluation steps' quotients
             report[f"{term.name} loss"] = torch.stack([value, value.new_tensor(batch.counts[term.name] / cp)])
     _check(total.detach())
     if training:
-        report = {"loss": torch.stack([logged, logged.new_tensor(share)]), **report}
+        report = {"loss": torch.stack([total.detach(), total.new_tensor(share)]), **report}
         for name in ("supervised", "noised", "data", "processed"):
             report[f"{name} tokens"] = total.detach().new_tensor([batch.tokens[name] / cp, share])
     return total * (dp * M), report

@@ -99,10 +99,9 @@ class LossTerm:
     """One part of the loss: weight · sum / count.
 
     sum: differentiable scalar, Σ over this rank's rows; training divides it once by the term's count over the
-    whole global batch. logged: what to report in place of `sum`, where the two differ. Reports are not weighted.
+    whole global batch. It is reported by name, without its weight.
     """
 
     name: str
     sum: torch.Tensor
     weight: float = 1.0
-    logged: torch.Tensor | None = None
