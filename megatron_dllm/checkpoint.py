@@ -5,6 +5,8 @@ import os
 import pickle
 from argparse import Namespace
 
+from megatron_dllm.validation import mode_flags
+
 # What must agree between a checkpoint and the run that continues it.
 _SHAPE = [
     "num_layers",
@@ -142,8 +144,22 @@ def check_before_loading(args) -> None:
             flag = "--" + name.replace("_", "-")
             hint = " (or --finetune, to start a new objective from its weights)" if name.startswith("dllm") else ""
             raise ValueError(f"{folder} was trained with {flag} {theirs}, this run has {ours}: use the same{hint}.")
+    _say_what_changes(args, saved, folder)
     if not fine_tunes:
         args.dllm_state = dict(getattr(saved, "dllm_state", {}))
+
+
+def _say_what_changes(args, saved: Namespace, folder: str) -> None:
+    """A curriculum may change the objective's flags from run to run; it must not happen unseen."""
+    if args.finetune or args.rank != 0:
+        return
+    changed = {
+        name: (getattr(saved, name), getattr(args, name))
+        for name in sorted(mode_flags(args.dllm_mode))
+        if hasattr(saved, name) and hasattr(args, name) and getattr(saved, name) != getattr(args, name)
+    }
+    for name, (theirs, ours) in changed.items():
+        print(f"note: {folder} was trained with --{name.replace('_', '-')} {theirs}, this run goes on with {ours}.")
 
 
 def _check_optimizer(args, saved: Namespace, folder: str) -> None:

@@ -82,10 +82,13 @@ class ValidationDraws(Draws):
 
     It does not depend on the run's seed, so that two checkpoints, also of different runs, are compared on
     the same corrupted tokens. Levels are stratified: a golden-ratio sequence puts any n consecutive samples
-    nearly evenly into [0, 1), which removes most of the variance that independent levels would add.
+    nearly evenly into [0, 1), which removes most of the variance that independent levels would add. It begins in
+    the middle: at 0, a loss that grows without bound at low noise would have an outlier in every evaluation.
+    Of several levels in a sample (one a block) each place goes through such a sequence over the samples, and the
+    places of a sample through another one.
     """
 
-    _GOLDEN_RATIO = 0.6180339887498949
+    _OVER_SAMPLES, _OVER_PLACES = 0.6180339887498949, 0.41421356237309515  # (√5 - 1) / 2 and √2 - 1
 
     def __init__(self, index: int):
         super().__init__(seed=0, index=index)
@@ -94,6 +97,6 @@ class ValidationDraws(Draws):
         return generator(self.seed, f"validation/{stream}", self.index)
 
     def level(self, g: torch.Generator, shape: tuple[int, ...] = (1,)) -> torch.Tensor:
-        count = math.prod(shape)  # several levels in a sample (one a block) continue the same sequence
-        step = self.index * count + torch.arange(count, dtype=torch.float64).view(shape)
-        return ((step * self._GOLDEN_RATIO) % 1.0).float().clamp_(max=1 - 2**-24)
+        places = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+        levels = 0.5 + self.index * self._OVER_SAMPLES + places * self._OVER_PLACES
+        return (levels % 1.0).float().clamp_(max=1 - 2**-24)

@@ -183,6 +183,8 @@ class _Hooks:
             for name in ("data", "processed"):
                 # counts stay fp32 tensors: the running sums are Megatron's
                 loss_dict[f"{name} tokens/s"] = loss_dict[f"{name} tokens"] / self.seconds
+            for name, value in get_args().dllm_state.items():  # what the next step will use
+                loss_dict[f"next {name}"] = loss_dict["loss"].new_tensor(value)
             loss_dict["memory (GiB)"] = loss_dict["loss"].new_tensor(memory_gib())
         result = self.training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if iteration % get_args().log_interval == 0:

@@ -21,6 +21,7 @@ _CHAT_ONLY = [
     "dllm_padding",
     "dllm_pad_block_size",
     "pad_seq_len_divisible",
+    "dllm_block_origin",
 ]
 _TEXT_ONLY = ["dllm_cross_document_attention", "train_data_path", "valid_data_path", "test_data_path"]
 
@@ -160,6 +161,11 @@ def _check_mode_flags(mode: str, given: set[str]) -> None:
     for dest in sorted((shared - MODES[mode].USES) & given):
         users = ", ".join(name for name, module in MODES.items() if dest in module.USES)
         raise ValueError(f"{flag(dest)} has no effect on --dllm-mode {mode} (only on {users}): remove it.")
+
+
+def mode_flags(mode: str) -> set[str]:
+    """All flags that shape the objective of `mode`."""
+    return _private_flags(mode) | MODES[mode].USES
 
 
 def _private_flags(mode_name: str) -> set[str]:

@@ -72,11 +72,11 @@ def _validate_schedule(args) -> None:
     text, iterations = args.dllm_block_size_schedule, args.dllm_block_size_schedule_iters
     if text is None:
         if iterations is not None:
-            raise ValueError("--dllm-block-size-schedule-iters has no effect without --dllm-block-size-schedule.")
+            raise ValueError("--dllm-block-size-schedule-iters needs --dllm-block-size-schedule: give it, as 1:4:32.")
         args.dllm_block_sizes = None
         return
     sizes = text.split(":")
-    if not all(size.isdigit() and int(size) > 0 for size in sizes):
+    if not all(size.isascii() and size.isdigit() and 0 < int(size) <= common.LARGEST_BLOCK for size in sizes):
         raise ValueError(f"--dllm-block-size-schedule {text!r}: give block sizes separated by colons, as 1:4:32.")
     if args.dllm_block_size is not None:
         raise ValueError("give --dllm-block-size or --dllm-block-size-schedule, not both.")
@@ -141,7 +141,9 @@ def layout(samples: list[Corrupted], length: int, args) -> ModelInput:
         offsets_BQ=rows.offset_BS.repeat(1, copies),
         count=count,
     )
-    return common.streams_side_by_side(rows, [*noisy, (CLEAN, rows.tokens_BS)], {"dllm": term})
+    batch = common.streams_side_by_side(rows, [*noisy, (CLEAN, rows.tokens_BS)], {"dllm": term})
+    batch.tokens["noised"] = float(sum((weight > 0).sum() for weight in weights))
+    return batch
 
 
 def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

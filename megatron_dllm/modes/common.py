@@ -19,6 +19,8 @@ from megatron_dllm.modes.base import (
     Term,
 )
 
+LARGEST_BLOCK = 2**31 - 1  # a block may be longer than a sequence: then there is one
+
 # --- blocks ---------------------------------------------------------------------------------------------------------
 
 
@@ -26,8 +28,11 @@ def validate_blocks(args, default: int) -> None:
     """Fill in `--dllm-block-size`; ValueError if it is not one."""
     if args.dllm_block_size is None:
         args.dllm_block_size = default
-    if args.dllm_block_size < 1:
-        raise ValueError(f"--dllm-block-size {args.dllm_block_size} is the tokens of a block: give at least 1.")
+    if not 1 <= args.dllm_block_size <= LARGEST_BLOCK:
+        raise ValueError(
+            f"--dllm-block-size {args.dllm_block_size} cannot be the number of tokens in a block: give at least 1 and "
+            "at most the sequence length."
+        )
 
 
 def blocks(sample: Sample, size: int, origin: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,13 +95,16 @@ def validate(args) -> None:
     if args.dllm_corruption == "uniform":
         for dest in ("dllm_half_life_ratio", "dllm_blockwise_weights"):
             if getattr(args, dest) is not None:
-                raise ValueError(f"--{dest.replace('_', '-')} needs --dllm-corruption blockwise.")
+                raise ValueError(f"--{dest.replace('_', '-')} needs --dllm-corruption blockwise: add it.")
         return
     if args.dllm_half_life_ratio is None:
         args.dllm_half_life_ratio = 0.25
     args.dllm_blockwise_weights = args.dllm_blockwise_weights or "published"
-    if not args.dllm_half_life_ratio > 0:
-        raise ValueError(f"--dllm-half-life-ratio {args.dllm_half_life_ratio} must be above 0.")
+    if not 1e-3 <= args.dllm_half_life_ratio <= 1e3:
+        raise ValueError(
+            f"--dllm-half-life-ratio {args.dllm_half_life_ratio} is a share of a block: give a number like 0.25 "
+            "(0.001 to 1000; large ones mean no preference for later tokens)."
+        )
 
 
 def streams(args) -> int:

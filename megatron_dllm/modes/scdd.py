@@ -69,7 +69,7 @@ def validate(args) -> None:
         ("max-ratio", args.scdd_max_ratio, 0 <= args.scdd_max_ratio < 1, "a number in [0, 1)"),
         ("peak-time", args.scdd_peak_time, 0 < args.scdd_peak_time < 1, "a number in (0, 1)"),
         ("gamma-shape", args.scdd_gamma_shape, 0 < args.scdd_gamma_shape < math.inf, "a number above 0"),
-        ("timesteps", args.scdd_timesteps, args.scdd_timesteps >= 2, "at least 2"),
+        ("timesteps", args.scdd_timesteps, 2 <= args.scdd_timesteps <= 10**6, "2 to 1000000"),
         ("chunk-size", args.scdd_chunk_size, args.scdd_chunk_size >= 1, "at least 1"),
     ):
         if not good:

@@ -26,7 +26,7 @@ CHAT = (
 TEXT = "one micro-batch|TP2 SP|PP2|CP2 a2a|CP2 all_gather|recompute selective|PP2 CP2|DP2 PP2 VPP2".split("|")
 FEW = "DP2|TP2 SP|CP2 all_gather|PP2 CP2".split("|")
 SELF_CORRECTING = {
-    "chat": "DP2|TP4|PP2 VPP2|CP2 all_gather|TP2 SP PP2|TP2 SP CP2|DP2 CP2",
+    "chat": "DP2|TP4|PP2 VPP2|CP2 all_gather|TP2 SP PP2|TP2 SP CP2|PP2 CP2",
     "text": "one micro-batch|TP2 SP|CP2 a2a|recompute selective",
     "tied": "TP2|TP2 SP PP2",
 }

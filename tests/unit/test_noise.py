@@ -218,16 +218,30 @@ def test_validation_levels_are_stratified(n, start):
         assert discrepancy(validation_levels(range(start, start + n))) < discrepancy(independent)
 
 
-def test_several_levels_of_a_sample_continue_the_sequence():
-    draws = [ValidationDraws(index) for index in range(8)]
-    levels = torch.cat([d.level(d.generator(), (2, 4)).flatten() for d in draws])
-    assert torch.equal(levels, validation_levels(range(64)))
+@pytest.mark.parametrize("samples", [8, 16, 64])
+def test_levels_of_blocks_are_stratified_at_every_place_and_over_any_number_of_blocks(samples):
+    counts = [1 + (i * 5) % 21 for i in range(samples)]
+    drawn = [ValidationDraws(i).level(None, (counts[i],)) for i in range(samples)]
+    together = torch.cat(drawn)
+    assert len(set(together.tolist())) == len(together) == sum(counts)
+    independent = torch.rand(len(together), generator=torch.Generator().manual_seed(samples))
+    assert discrepancy(together) < discrepancy(independent)
+    for place in range(21):
+        levels = torch.stack([ValidationDraws(i).level(None, (21,))[place] for i in range(samples)])
+        assert discrepancy(levels) < 2.5 / samples
+    assert torch.equal(ValidationDraws(3).level(None, (21,))[:4], ValidationDraws(3).level(None, (4,)))
+
+
+@pytest.mark.parametrize("n", [1, 8, 100])
+def test_no_validation_level_lies_at_the_end_of_the_range(n):
+    levels = validation_levels(range(n))
+    assert levels.min() > 0.1 / n and levels.max() < 1 - 0.1 / n
 
 
 def test_levels_stay_below_one():
     """Multiples of the golden ratio by Fibonacci numbers come closest to whole numbers, and would round to 1."""
-    levels = validation_levels([24157817, 39088169, 63245986, *range(0, 3_000_000, 997)])
-    assert levels[:3].max() > 1 - 1e-6
+    near_one = [28656, 10**9, 24157817]
+    levels = validation_levels([*near_one, *range(0, 3_000_000, 997)])
     assert levels.dtype == torch.float32 and levels.min() >= 0 and levels.max() < 1
 
 
