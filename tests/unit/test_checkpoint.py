@@ -16,7 +16,8 @@ def arguments(**changes) -> Namespace:
         no_load_optim=False, use_distributed_optimizer=False, override_opt_param_scheduler=True, bf16=False, fp16=False,
         optimizer="adam", use_precision_aware_optimizer=False, dist_ckpt_optim_fully_reshardable=True,
     )  # fmt: skip
-    return Namespace(**optimizer | usual | changes)
+    run = dict(rank=0, dllm_mode="bd3lm", dllm_block_size=4)
+    return Namespace(**run | optimizer | usual | changes)
 
 
 @pytest.fixture
@@ -67,3 +68,11 @@ def test_optimizer_state_converts(load, precision):
         saved = arguments(**{precision: True}, use_distributed_optimizer=not distributed)
         load(saved, arguments(**{precision: True}, use_distributed_optimizer=distributed))
     load(arguments(use_distributed_optimizer=True), arguments(**{precision: True}))
+
+
+def test_what_a_resume_changes_is_said(load, capsys):
+    load(arguments(), arguments(dllm_block_size=16))
+    assert "--dllm-block-size 4, this run goes on with 16" in capsys.readouterr().out
+    load(arguments(), arguments())
+    load(arguments(), arguments(dllm_block_size=16, rank=1))
+    assert not capsys.readouterr().out
