@@ -21,7 +21,6 @@ _CHAT_ONLY = [
     "dllm_padding",
     "dllm_pad_block_size",
     "pad_seq_len_divisible",
-    "dllm_block_origin",
 ]
 _TEXT_ONLY = ["dllm_cross_document_attention", "train_data_path", "valid_data_path", "test_data_path"]
 

@@ -190,7 +190,7 @@ def test_exactly_the_schedules_that_are_chains_are_accepted(R, peak, shape, T):
         (dict(scdd_peak_time=1.0), "--scdd-peak-time"),
         (dict(scdd_gamma_shape=0.0), "--scdd-gamma-shape"),
         (dict(scdd_gamma_shape=math.inf), "--scdd-gamma-shape"),
-        (dict(scdd_timesteps=1), "--scdd-timesteps 1 is out of range: give at least 2"),
+        (dict(scdd_timesteps=1), "--scdd-timesteps 1 is out of range: give 2 to 1000000"),
         (dict(scdd_chunk_size=0), "--scdd-chunk-size"),
         (dict(dllm_eps=0.0), "--dllm-eps"),
         (dict(vocab_size=2), "a vocabulary of 2 has nothing to replace a token by"),

@@ -53,7 +53,7 @@ def loss_of(logits_BSV, rank, args, mode=scdd):
     logits_BSV = logits_BSV.clone().requires_grad_()
     view = ScoreView(GivenLogits(args.vocab_size), logits_BSV.transpose(0, 1), rank.terms)
     (term,) = mode.loss(view, args)
-    assert term.name == "dllm" and term.weight == 1 and term.logged is None
+    assert term.name == "dllm" and term.weight == 1
     term.sum.backward()
     return term.sum.detach(), view.nll["dllm"], logits_BSV.grad
 
