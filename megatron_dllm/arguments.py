@@ -205,9 +205,12 @@ def read_command_line(
         parser = add_arguments(parser)
         if extend is not None:
             extend(parser)
-        names = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
+        names = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
         options = parser._option_string_actions
-        given.update(options[name].dest for name in names if name in options)
+        for action in {options[name] for name in names if name in options}:
+            given.add(action.dest)
+            if len(twice := sorted(names.intersection(action.option_strings))) > 1:
+                raise ValueError(f"{' and '.join(twice)} are one flag: give it once.")
         return parser
 
     args = parse_args(provider)

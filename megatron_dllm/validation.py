@@ -108,6 +108,10 @@ def check_flags(args, given: set[str]) -> None:
     for dest in _CHAT_ONLY if text else _TEXT_ONLY:
         if dest in given:
             raise ValueError(f"{flag(dest)} has no effect on {'packed text' if text else 'chat data'}: remove it.")
+    if text and args.dllm_block_origin == "response":
+        raise ValueError(
+            "--dllm-block-origin response has no effect on packed text, where all is supervised: remove it."
+        )
     if args.position_embedding_type != "rope":
         raise ValueError(f"--position-embedding-type {args.position_embedding_type} is not implemented: use rope.")
     if args.transformer_impl not in ("local", "transformer_engine"):

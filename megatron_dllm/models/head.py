@@ -80,11 +80,16 @@ class WeightedNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, _):
-        if ctx.gradients is None:
-            raise RuntimeError("the gradient of WeightedNLL exists once: a second backward would need a new forward.")
-        gradients, ctx.gradients = ctx.gradients, None
-        hidden, weight = (g if g is None else g.mul_(upstream.to(g.dtype)) for g in gradients)
+        hidden, weight = hand_over(ctx, upstream)
         return hidden, weight, None, None, None, None, None
+
+
+def hand_over(ctx, upstream: torch.Tensor) -> list[torch.Tensor | None]:
+    """The gradients that forward took, times the scalar `upstream`. They exist once: RuntimeError the second time."""
+    if ctx.gradients is None:
+        raise RuntimeError("the gradient of the head exists once: a second backward would need a new forward.")
+    gradients, ctx.gradients = ctx.gradients, None
+    return [g if g is None else g.mul_(upstream.to(g.dtype)) for g in gradients]
 
 
 def _combine(lse_local, target, group):

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from megatron_dllm.models.head import hand_over
+
 
 class LogProbabilities:
     """log q of n rows, over the tokens that take part, each rank holding some; fp32. What a mode's row loss sees.
@@ -150,10 +152,7 @@ class WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, _):
-        if ctx.gradients is None:
-            raise RuntimeError("the gradient of WeightedLoss exists once: a second backward would need a new forward.")
-        gradients, ctx.gradients = ctx.gradients, None
-        hidden, weight = (g if g is None else g.mul_(upstream.to(g.dtype)) for g in gradients)
+        hidden, weight = hand_over(ctx, upstream)
         return hidden, weight, None, None, None, None, None, None
 
 

@@ -25,9 +25,7 @@ from megatron_dllm.modes.base import (
     BLOCK,
     CLEAN,
     COMPLEMENT,
-    DOCUMENT,
     NOISY,
-    STREAM,
     Corrupted,
     LossTerm,
     ModelInput,
@@ -116,8 +114,7 @@ def corrupt(sample: Sample, draws: Draws, args) -> Corrupted:
     u_N = draws.level(g, (int(block_S[-1]) + 1 if len(sample) else 0,))
     least, greatest = args.dllm_eps, 1 - args.dllm_eps if args.bd3lm_complementary_masks else 1
     p_S = ((greatest - least) * u_N + least)[block_S]
-    noised_S = (torch.rand(len(sample), generator=g) < p_S) & sample.loss_mask_S
-    return common.masked(sample, noised_S, p_S, args.dllm_mask_token_id, block_S=block_S, offset_S=offset_S)
+    return common.masked_at_rate(sample, p_S, g, args.dllm_mask_token_id, block_S=block_S, offset_S=offset_S)
 
 
 def layout(samples: list[Corrupted], length: int, args) -> ModelInput:
@@ -148,17 +145,12 @@ def layout(samples: list[Corrupted], length: int, args) -> ModelInput:
 
 def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Noisy: the own block of the own stream, and the clean tokens of earlier blocks. Clean: blocks up to its own."""
-    query_clean, key_clean = query[..., STREAM] == CLEAN, key[..., STREAM] == CLEAN
-    own_block = ~key_clean & (query[..., STREAM] == key[..., STREAM]) & (query[..., BLOCK] == key[..., BLOCK])
-    context = key_clean & ~query_clean & (key[..., BLOCK] < query[..., BLOCK])
-    clean = key_clean & query_clean & (key[..., BLOCK] <= query[..., BLOCK])
-    return (query[..., DOCUMENT] == key[..., DOCUMENT]) & (own_block | context | clean)
+    own_block, context, clean = common.seen_between_streams(query, key)
+    return own_block | context | (clean & (key[..., BLOCK] <= query[..., BLOCK]))
 
 
 def loss(score, args) -> list[LossTerm]:
     return [LossTerm("dllm", score.weighted_nll("dllm"))]
 
 
-def reverse(candidates, quota: int, threshold: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As mdlm, within the block that is being written."""
-    return common.most_trusted(candidates, quota, threshold)
+reverse = common.most_trusted

@@ -10,6 +10,7 @@ import torch
 from megatron_dllm.data.sample import PADDING_DOCUMENT, Sample
 from megatron_dllm.modes.base import (
     BLOCK,
+    CLEAN,
     DOCUMENT,
     NUM_ATTRIBUTES,
     POSITION,
@@ -83,6 +84,26 @@ def masked(sample: Sample, noised_S: torch.Tensor, p_S: torch.Tensor, mask_id: i
         level_S=p_S.expand(len(sample)),
         **blocks,
     )
+
+
+def masked_at_rate(sample: Sample, p_S: torch.Tensor, g: torch.Generator, mask_id: int, **blocks) -> Corrupted:
+    """`sample` with each supervised token masked independently with probability p_S ([S] or [1]). Draws: r [S]."""
+    noised_S = (torch.rand(len(sample), generator=g) < p_S) & sample.loss_mask_S
+    return masked(sample, noised_S, p_S, mask_id, **blocks)
+
+
+# --- visibility -----------------------------------------------------------------------------------------------------
+
+
+def seen_between_streams(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(own block, context, clean), boolean, of attributes [..., A] of one document: the key is in the query's own
+    noisy block; the query is noisy and the key a clean token of an earlier block; both are clean."""
+    same_document = query[..., DOCUMENT] == key[..., DOCUMENT]
+    query_clean, key_clean = query[..., STREAM] == CLEAN, key[..., STREAM] == CLEAN
+    same_stream = query[..., STREAM] == key[..., STREAM]
+    own_block = same_document & same_stream & ~query_clean & (query[..., BLOCK] == key[..., BLOCK])
+    context = same_document & key_clean & ~query_clean & (key[..., BLOCK] < query[..., BLOCK])
+    return own_block, context, same_document & key_clean & query_clean
 
 
 # --- layout ---------------------------------------------------------------------------------------------------------

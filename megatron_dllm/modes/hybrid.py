@@ -24,6 +24,7 @@ block later tokens are likelier to be noised, the more so the lower the level:
 Shapes: Q = 2S; noisy logits at position i predict token i, clean logits at i predict token i+1.
 """
 
+import dataclasses
 import math
 
 import torch
@@ -31,12 +32,9 @@ import torch
 from megatron_dllm.data.sample import Sample
 from megatron_dllm.modes import common
 from megatron_dllm.modes.base import (
-    BLOCK,
     CLEAN,
-    DOCUMENT,
     NOISY,
     POSITION,
-    STREAM,
     Corrupted,
     LossTerm,
     ModelInput,
@@ -118,20 +116,18 @@ def corrupt(sample: Sample, draws: Draws, args) -> Corrupted:
     g = draws.generator()
     if args.dllm_corruption == "uniform":
         p_S = (1 - args.dllm_eps) * draws.level(g) + args.dllm_eps
-        noised_S = (torch.rand(len(sample), generator=g) < p_S) & sample.loss_mask_S
-        return common.masked(sample, noised_S, p_S, args.dllm_mask_token_id, block_S=block_S, offset_S=offset_S)
+        return common.masked_at_rate(sample, p_S, g, args.dllm_mask_token_id, block_S=block_S, offset_S=offset_S)
     lengths_N = torch.bincount(block_S)
     m_N = args.dllm_eps + (1 - args.dllm_eps) * draws.level(g, (len(lengths_N),))
     m_S, supervised_S = m_N[block_S], sample.loss_mask_S
     rate = math.log(2) / (args.dllm_half_life_ratio * args.dllm_block_size)
     if args.dllm_blockwise_weights == "published":
         chosen_NK = gumbel_blocks(lengths_N, args.dllm_block_size, m_N, rate, g)
-        noised_S, p_S = chosen_NK[block_S, offset_S] & supervised_S, m_S
-    else:
-        p_S = inclusion(block_S, offset_S, supervised_S, m_N, rate)
-        noised_S = (torch.rand(len(sample), generator=g) < p_S) & supervised_S
-    corrupted = common.masked(sample, noised_S, p_S, args.dllm_mask_token_id, block_S=block_S, offset_S=offset_S)
-    return Corrupted(**(vars(corrupted) | dict(level_S=m_S)))
+        noised_S = chosen_NK[block_S, offset_S] & supervised_S
+        return common.masked(sample, noised_S, m_S, args.dllm_mask_token_id, block_S=block_S, offset_S=offset_S)
+    pi_S = inclusion(block_S, offset_S, supervised_S, m_N, rate)
+    corrupted = common.masked_at_rate(sample, pi_S, g, args.dllm_mask_token_id, block_S=block_S, offset_S=offset_S)
+    return dataclasses.replace(corrupted, level_S=m_S)
 
 
 def gumbel_blocks(
@@ -190,11 +186,8 @@ def layout(samples: list[Corrupted], length: int, args) -> ModelInput:
 
 def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Noisy: the own noisy block, and the clean tokens of earlier blocks. Clean: causal."""
-    query_clean, key_clean = query[..., STREAM] == CLEAN, key[..., STREAM] == CLEAN
-    own_block = ~key_clean & ~query_clean & (query[..., BLOCK] == key[..., BLOCK])
-    context = key_clean & ~query_clean & (key[..., BLOCK] < query[..., BLOCK])
-    clean = key_clean & query_clean & (key[..., POSITION] <= query[..., POSITION])
-    return (query[..., DOCUMENT] == key[..., DOCUMENT]) & (own_block | context | clean)
+    own_block, context, clean = common.seen_between_streams(query, key)
+    return own_block | context | (clean & (key[..., POSITION] <= query[..., POSITION]))
 
 
 def loss(score, args) -> list[LossTerm]:
@@ -204,6 +197,4 @@ def loss(score, args) -> list[LossTerm]:
     ]
 
 
-def reverse(candidates, quota: int, threshold: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As mdlm, within the block that is being written."""
-    return common.most_trusted(candidates, quota, threshold)
+reverse = common.most_trusted

@@ -21,12 +21,9 @@ import torch
 from megatron_dllm.data.sample import Sample
 from megatron_dllm.modes import common
 from megatron_dllm.modes.base import (
-    BLOCK,
     CLEAN,
-    DOCUMENT,
     NOISY,
     POSITION,
-    STREAM,
     Corrupted,
     LossTerm,
     ModelInput,
@@ -93,12 +90,8 @@ def layout(samples: list[Corrupted], length: int, args) -> ModelInput:
 
 def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Noisy: the own noisy block up to itself, and the clean tokens of earlier blocks. Clean: causal."""
-    query_clean, key_clean = query[..., STREAM] == CLEAN, key[..., STREAM] == CLEAN
-    not_later = key[..., POSITION] <= query[..., POSITION]
-    own_block = ~key_clean & ~query_clean & (query[..., BLOCK] == key[..., BLOCK]) & not_later
-    context = key_clean & ~query_clean & (key[..., BLOCK] < query[..., BLOCK])
-    clean = key_clean & query_clean & not_later
-    return (query[..., DOCUMENT] == key[..., DOCUMENT]) & (own_block | context | clean)
+    own_block, context, clean = common.seen_between_streams(query, key)
+    return context | ((own_block | clean) & (key[..., POSITION] <= query[..., POSITION]))
 
 
 def loss(score, args) -> list[LossTerm]:
@@ -122,6 +115,4 @@ def after_step(losses: dict[str, float], args) -> None:
         args.dllm_state[_BALANCE] = balance(losses["dllm"], losses["clean"])
 
 
-def reverse(candidates, quota: int, threshold: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As mdlm, within the block that is being written; candidates come from the logits one place before."""
-    return common.most_trusted(candidates, quota, threshold)
+reverse = common.most_trusted  # candidates come from the logits one place before

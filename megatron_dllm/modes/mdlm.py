@@ -40,8 +40,7 @@ def corrupt(sample: Sample, draws: Draws, args) -> Corrupted:
     common.check_clean(sample, args.dllm_mask_token_id)
     g = draws.generator()
     p = (1 - args.dllm_eps) * draws.level(g) + args.dllm_eps
-    noised_S = (torch.rand(len(sample), generator=g) < p) & sample.loss_mask_S
-    return common.masked(sample, noised_S, p, args.dllm_mask_token_id)
+    return common.masked_at_rate(sample, p, g, args.dllm_mask_token_id)
 
 
 def layout(samples: list[Corrupted], length: int, args) -> ModelInput:
@@ -61,9 +60,4 @@ def loss(score, args) -> list[LossTerm]:
     return [LossTerm("dllm", score.weighted_nll("dllm"))]
 
 
-def reverse(candidates, quota: int, threshold: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `quota` most trusted candidates, and with a `threshold` all others at least so trusted.
-
-    Of equally trusted ones the first. Returns (chosen_K, ids_K), int64: indices of candidates and their tokens.
-    """
-    return common.most_trusted(candidates, quota, threshold)
+reverse = common.most_trusted

@@ -29,14 +29,16 @@ def same_place(logits_BSV, rows, weights) -> torch.Tensor:
     return total
 
 
-def next_token(logits_BSV, rows) -> tuple[torch.Tensor, int]:
-    """(Σ nll of supervised tokens from the place before, how many)."""
+def next_token(logits_BSV, rows, args) -> tuple[torch.Tensor, int]:
+    """(Σ nll of supervised tokens from the place before, how many; all supervised ones as AutoModel counts)."""
     total, count = 0.0, 0
     for logits_SV, row in zip(logits_BSV, rows, strict=True):
         s = row.sample
         for i in range(len(s) - 1):
             if s.loss_mask_S[i + 1] and s.document_S[i] == s.document_S[i + 1]:
                 total, count = total + F.cross_entropy(logits_SV[i], s.tokens_S[i + 1]), count + 1
+    if args.dllm_compat == "automodel":
+        count = sum(int(row.sample.loss_mask_S.sum()) for row in rows)
     return total, count
 
 
@@ -60,12 +62,14 @@ def bd3lm(logits_BQV, rows, args):
 
 def hybrid(logits_BQV, rows, args):
     noisy, clean = streams(logits_BQV, 2)
-    return args.diffusion_loss_weight * mdlm(noisy, rows, args) + args.ar_loss_weight * divide(*next_token(clean, rows))
+    return args.diffusion_loss_weight * mdlm(noisy, rows, args) + args.ar_loss_weight * divide(
+        *next_token(clean, rows, args)
+    )
 
 
 def idlm(logits_BQV, rows, args):
     noisy, clean = streams(logits_BQV, 2)
-    return divide(*next_token(noisy, rows)) + args.idlm_clean_loss_weight * divide(*next_token(clean, rows))
+    return divide(*next_token(noisy, rows, args)) + args.idlm_clean_loss_weight * divide(*next_token(clean, rows, args))
 
 
 def scdd(logits_BQV, rows, args):

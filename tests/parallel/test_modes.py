@@ -18,9 +18,11 @@ VARIANTS = {
     "blockwise": "--dllm-mode hybrid --dllm-block-size 5 --dllm-corruption blockwise",
     "inclusion": "--dllm-mode hybrid --dllm-block-size 5 --dllm-corruption blockwise "
     "--dllm-blockwise-weights inclusion --dllm-loss-normalization supervised",
+    "automodel": "--dllm-mode hybrid --dllm-block-size 5 --ar-loss-weight 0.7 --dllm-compat automodel",
+    "heavy clean stream": "--dllm-mode idlm --dllm-block-size 5 --idlm-clean-loss-weight 1.5",
     "response": "--dllm-mode idlm --dllm-block-size 5 --dllm-block-origin response",
 }
-CHAT = "TP2 SP|PP2 VPP2|CP2 a2a|CP4 a2a|recompute full|TP2 SP PP2|TP2 SP CP2|PP2 CP2|DP2 CP2".split("|")
+CHAT = "TP4|TP2 SP|PP2 VPP2|CP2 a2a|CP4 a2a|recompute full|TP2 SP PP2|TP2 SP CP2|PP2 CP2|DP2 CP2".split("|")
 TEXT = "TP2 SP|CP2 a2a|CP2 all_gather|PP2 CP2|DP2 PP2 VPP2".split("|")
 FEW = "TP2 SP|CP2 all_gather|PP2 CP2".split("|")
 SELF_CORRECTING = {
@@ -30,6 +32,12 @@ SELF_CORRECTING = {
 }
 
 
+def weighted(mode: str, terms: dict) -> float:
+    """`loss` of a report or an evaluation, from its terms."""
+    weights = {"hybrid": dict(dllm=0.3, ar=1.0), "idlm": dict(dllm=1.0, clean=0.2)}.get(mode, dict(dllm=1.0))
+    return sum(weight * terms[f"{name} loss"] for name, weight in weights.items())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_single_process_equals_the_naive_computation(family, mode):
     for kind in ("chat", "text"):
@@ -37,6 +45,8 @@ def test_the_single_process_equals_the_naive_computation(family, mode):
         assert close(reference["losses"][0], reference["naive_loss"], 1e-6)
         assert reference["grad_error"] < 2e-6
         assert len(reference["losses"]) == 3 and reference["grad_norms"][0] > 0
+        terms = [*reference["reports"][:1], *reference["evaluations"]]
+        assert len(terms) == 2 and all(close(t["loss"], weighted(mode, t)) for t in terms)
 
 
 @pytest.mark.parametrize("mode", BLOCKS)
@@ -123,12 +133,15 @@ BALANCE = "--dllm-mode idlm --dllm-block-size 5 --idlm-auto-balance"
 
 @pytest.mark.parametrize("name", ("DP2, micro-batch 1", "TP2 SP", "PP2 VPP2", "CP2 a2a", "PP2 CP2"))
 def test_auto_balance_does_not_depend_on_the_layout(family, name):
+    """And the log says what the next step will use."""
     chat = family("chat", BALANCE)
     fixed = family("chat", MODES["idlm"]).reference
     assert close(chat.reference["losses"][0], fixed["losses"][0]) and not close(
         chat.reference["losses"][1], fixed["losses"][1]
     )
-    chat.check(*LAYOUTS[name])
+    last = chat.check(*LAYOUTS[name])[-1]
+    ratio = last["reports"][0]["dllm loss"] / last["reports"][0]["clean loss"]
+    assert f"next idlm clean loss weight: {ratio:.6E}" in last["output"]
 
 
 @pytest.mark.parametrize("flags", (BALANCE, VARIANTS["schedule"]), ids=("auto-balance", "schedule"))

@@ -1,4 +1,4 @@
-"""Samples and flags for the tests of the modes that have blocks."""
+"""Samples, flags and given scores for the tests of modes."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 
 from megatron_dllm.data.sample import Sample
 from megatron_dllm.models.head import WeightedNLL
+from megatron_dllm.models.reductions import WeightedLoss
 from megatron_dllm.modes import bd3lm, hybrid, idlm
 from tests.one_process import OneRank
 
@@ -72,5 +73,7 @@ class GivenLogits:
     def select_rows(self, hidden_QBD, rows_N):
         return hidden_QBD.flatten(0, 1)[rows_N]
 
-    def output_layer(self, hidden_ND, weight, targets_N, weights_N, vocab):
-        return WeightedNLL.apply(hidden_ND, self.weight, targets_N, weights_N, OneRank(), vocab, 3)
+    def output_layer(self, hidden_ND, weight, weights_N, vocab, targets_N=None, loss=None):
+        if loss is None:
+            return WeightedNLL.apply(hidden_ND, self.weight, targets_N, weights_N, OneRank(), vocab, 3)
+        return WeightedLoss.apply(hidden_ND, self.weight, weights_N, OneRank(), vocab, *loss)

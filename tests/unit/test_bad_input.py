@@ -83,6 +83,8 @@ FLAGS = {
     "--bf16 --fp16": "Megatron refuses this combination of flags: assert not args.bf16",
     "--dllm-mode nosuch": "unknown --dllm-mode 'nosuch': choose one of",
     "--dllm-mode scdd --scdd-max-ratio 1": "--scdd-max-ratio 1.0 is out of range: give a number in [0, 1)",
+    "--dllm-mode hybrid --ar-loss-alpha 0.3 --diffusion-loss-weight 0.5": "--ar-loss-alpha and --diffusion-loss-weight "
+    "are one flag: give it once",
     "--dllm-mode scdd --scdd-timesteps 1": "--scdd-timesteps 1 is out of range: give 2 to 1000000",
     "--dllm-mode scdd --scdd-gamma-shape 3": "give --scdd-gamma-shape · (1 - --scdd-peak-time) at most 1",
     "--dllm-mode scdd --dllm-loss-normalization noise": "has no effect on --dllm-mode scdd",

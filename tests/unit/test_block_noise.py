@@ -197,6 +197,7 @@ def test_complementary_masks_are_unbiased_and_cover_every_token():
             assert torch.equal(noisy, out.weight_S) and torch.allclose(complement, rest) and not clean.any()
             assert (((noisy > 0).int() + (complement > 0).int()) == sample.loss_mask_S.int()).all()
             assert term.count == 20
+            assert bd3lm.layout([out], 12, args).tokens["noised"] == 10
     assert ((totals[:, 2:] / MONTE_CARLO - 1).abs() < 0.2).all()
 
 

@@ -91,12 +91,15 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("name", BROKEN)
+# a parquet column has one type
+PLACES = [
+    (name, suffix) for name in BROKEN for suffix in (".jsonl", ".parquet") if suffix == ".jsonl" or "type" not in name
+]
+
+
+@pytest.mark.parametrize(("name", "suffix"), PLACES)
 def test_what_only_the_template_rejects(tmp_path, name, suffix):
     template, good, broken, reason = BROKEN[name]
-    if suffix == ".parquet" and "type" in name:
-        pytest.skip("a column has one type")
     path = write(tmp_path / ("chat" + suffix), [*good * 10, broken, *good])
     place = f"line {10 * len(good) + 1}" if suffix == ".jsonl" else f"row {10 * len(good)}"
     with pytest.raises(ValueError) as error:

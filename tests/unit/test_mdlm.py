@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from megatron_dllm.data.sample import Sample
 from megatron_dllm.data.stream import CorruptedSamples, Split
 from megatron_dllm.models.dlm import ScoreView
-from megatron_dllm.models.head import WeightedNLL
 from megatron_dllm.modes import MODES, get_mode, mdlm
 from megatron_dllm.modes.base import BLOCK, DOCUMENT, POSITION, STREAM, Corrupted
 from megatron_dllm.noise import Draws, ValidationDraws
 from megatron_dllm.parallel import shard
-from tests.one_process import OneRank
+from tests.unit.block_cases import GivenLogits
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "09_loss_mdlm.json").read_text())["cases"]
 MASK, PAD = 99, 7
@@ -48,22 +47,6 @@ def make_sample(n: int, index: int = 0, supervised=None, documents=None) -> Samp
 
 
 # --- the published loss, through the path that training takes -------------------------------------------------------
-
-
-class GivenLogits:
-    """A model whose scores are given: the head's weight is the identity, so hidden states are the logits."""
-
-    share_embeddings_and_output_weights = False
-
-    def __init__(self, vocab_size):
-        self.true_vocab_size = vocab_size
-        self.weight = torch.eye(vocab_size)
-
-    def select_rows(self, hidden_QBD, rows_N):
-        return hidden_QBD.flatten(0, 1)[rows_N]
-
-    def output_layer(self, hidden_ND, weight, targets_N, weights_N, vocab):
-        return WeightedNLL.apply(hidden_ND, self.weight, targets_N, weights_N, OneRank(), vocab, 3)
 
 
 def loss_of(case, normalization="supervised"):

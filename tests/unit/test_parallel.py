@@ -135,7 +135,9 @@ def test_the_digest_sees_every_input():
     for name in batch.terms:
         changed(lambda x, name=name: x.terms[name].targets_BQ[0, 0].add_(1))
         changed(lambda x, name=name: x.terms[name].weights_BQ[0, 0].add_(1e-3))
-    assert len(seen) == 2 + 3 + 4
+        changed(lambda x, name=name: x.terms[name].levels_BQ[0, 0].add_(1e-3))
+        changed(lambda x, name=name: setattr(x.terms[name], "count", 0.5))
+    assert len(seen) == 2 + 3 + 8
 
 
 def test_a_batch_moves_to_a_device_as_a_whole():

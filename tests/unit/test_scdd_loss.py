@@ -8,33 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dllm.models.dlm import ScoreView
-from megatron_dllm.models.head import WeightedNLL
-from megatron_dllm.models.reductions import WeightedLoss
 from megatron_dllm.modes import mdlm, scdd
 from megatron_dllm.modes.base import Corrupted
 from megatron_dllm.noise import Draws
 from megatron_dllm.parallel import shard
-from tests.one_process import OneRank
 from tests.parallel.naive import scdd_shares, scdd_step
+from tests.unit.block_cases import GivenLogits
 from tests.unit.test_scdd import MASK, PUBLISHED, flags, make_sample
-
-
-class GivenLogits:
-    """A model whose scores are given: the head's weight is the identity, so hidden states are the logits."""
-
-    share_embeddings_and_output_weights = False
-
-    def __init__(self, vocab_size):
-        self.true_vocab_size = vocab_size
-        self.weight = torch.eye(vocab_size)
-
-    def select_rows(self, hidden_QBD, rows_N):
-        return hidden_QBD.flatten(0, 1)[rows_N]
-
-    def output_layer(self, hidden_ND, weight, weights_N, vocab, targets_N=None, loss=None):
-        if loss is None:
-            return WeightedNLL.apply(hidden_ND, self.weight, targets_N, weights_N, OneRank(), vocab, 3)
-        return WeightedLoss.apply(hidden_ND, self.weight, weights_N, OneRank(), vocab, *loss)
 
 
 def batch_of(x_BS, z_BS, supervised_BS, t_B, args):
