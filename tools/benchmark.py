@@ -7,6 +7,8 @@
 and cross entropy over them, as the reference recipes train.
 Each side is a process of its own, so that its peak memory is its own; their steps alternate, so that whatever
 else the machine does hits both. Before anything is timed, loss and gradient norm of both must agree.
+
+`attention`: attention alone under a mode's rule, forward and backward, in tiles against a ready-made dense mask (CPU).
 """
 
 import argparse
@@ -29,7 +31,12 @@ TOLERANCE = 1e-4  # relative, of loss and gradient norm between the two sides, i
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=["train"], help="a training step against a transformers Llama")
+    parser.add_argument(
+        "command",
+        choices=["train", "attention"],
+        help="a training step against a transformers Llama; attention in tiles against a dense mask",
+    )
+    parser.add_argument("--document-length", type=int, default=None, help="attention: pack documents of this length.")
     parser.add_argument("--mode", choices=["mdlm", "bd3lm", "hybrid", "idlm"], default="mdlm")
     parser.add_argument("--block-size", type=int, default=32, help="Of the modes that have blocks.")
     parser.add_argument("--layers", type=int, default=4)
@@ -242,6 +249,72 @@ def train(options) -> int:
     return 0
 
 
+def attention(options) -> int:
+    """Processor time of one attention in tiles and with a dense mask, interleaved, after comparing their gradients."""
+    importlib.import_module("megatron_dllm")
+    import torch
+
+    from megatron_dllm.models.tiled import make_plan, tiled_attention
+    from megatron_dllm.modes import get_mode
+    from megatron_dllm.modes.base import BLOCK, CLEAN, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
+
+    torch.set_num_threads(options.threads)
+    L, d, rule = options.seq_length, options.hidden // options.heads, get_mode(options.mode).visible
+    streams = [NOISY] if options.mode == "mdlm" else [NOISY, CLEAN]
+    place = torch.arange(L).repeat(len(streams))
+    document = place // (options.document_length or L)
+    attributes = torch.zeros(1, len(place), NUM_ATTRIBUTES, dtype=torch.int32)
+    attributes[0, :, STREAM] = torch.tensor(streams).repeat_interleave(L)
+    attributes[0, :, POSITION] = place % (options.document_length or L)
+    attributes[0, :, BLOCK] = attributes[0, :, POSITION] // options.block_size
+    attributes[0, :, DOCUMENT] = document
+
+    def dense_mask():
+        allowed = rule(attributes[:, :, None], attributes[:, None])
+        return torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))[:, None]
+
+    def run(attend):
+        out = attend(*inputs)
+        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    def processor_ms(work) -> float:
+        start = time.process_time()
+        work()
+        return (time.process_time() - start) * 1e3
+
+    shape = (len(place), options.batch, options.heads, d)
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
+    make = lambda: make_plan(rule, attributes, slice(None), torch.float32)
+    plan, mask = make(), dense_mask()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    with_mask = lambda *x: sdpa(*(part.permute(1, 2, 0, 3) for part in x), attn_mask=mask).permute(2, 0, 1, 3)
+    sides = {
+        "dense": lambda: run(with_mask),
+        "tiles": lambda: run(lambda *x: tiled_attention(*x, plan)),
+        "making the dense mask": dense_mask,
+        "making the plan": make,
+    }
+    worst = max(
+        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(sides["tiles"](), sides["dense"](), strict=True)
+    )
+    if worst > TOLERANCE:
+        print(f"the two sides disagree by {worst}", file=sys.stderr)
+        return 1
+    times = {name: [] for name in sides}
+    for _ in range(options.steps):
+        for name, side in sides.items():
+            times[name].append(processor_ms(side))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    print(
+        f"attention of {options.mode}: {len(place)} x {options.batch} positions, {options.heads} heads of {d}, fp32, "
+        f"{options.threads} threads; processor time in ms, medians of {options.steps} rounds"
+    )
+    for name, value in medians.items():
+        print(f"{name}: {value:.0f}")
+    print(f"dense / tiles {medians['dense'] / medians['tiles']:.2f}")
+    return 0
+
+
 def report(options, first, seconds, memory) -> None:
     tokens = options.batch * options.seq_length
     print(
@@ -274,4 +347,4 @@ def report(options, first, seconds, memory) -> None:
 
 if __name__ == "__main__":
     options = parse()
-    sys.exit(train(options))
+    sys.exit(dict(train=train, attention=attention)[options.command](options))

@@ -7,9 +7,8 @@ over all of them (`sum`). Here the logits are made chunk by chunk, as in head.py
     gradient    autograd from the losses to these few numbers; from there to the logits in closed form:
                 d/d logit_v = Σ_sums g f'(log q_v) + Σ_ats g 1[v = id] - q_v · (Σ_sums g Σ_u f'(log q_u) + Σ_ats g)
 
-So three matrix products in all, and of chunk-by-V tensors one for the logits and one for each f'. For scdd's loss of
-2,048 rows (vocabulary 32,000, width 256, 2 CPU threads) that took 2.5 s of processor time and 0.3 GiB; recomputing the
-chunks in backward 3.6 s and 0.6 GiB, all logits at once 3.7 s and 1.2 GiB.
+So three matrix products in all (recomputing chunks in backward would need four), and of chunk-by-V tensors one for the
+logits and one for each f'.
 
 Tensor parallelism: a rank holds some columns of a chunk and never sees the others'. Of every reduction a row's
 number crosses ranks, in one small all-gather, and all of them in forward: f' is summed along with f.

@@ -46,7 +46,8 @@ def test_the_single_process_equals_the_naive_computation(family, mode):
         assert reference["grad_error"] < 2e-6
         assert len(reference["losses"]) == 3 and reference["grad_norms"][0] > 0
         terms = [*reference["reports"][:1], *reference["evaluations"]]
-        assert len(terms) == 2 and all(close(t["loss"], weighted(mode, t)) for t in terms)
+        assert len(terms) == (2 if kind == "text" else 1)  # the chat run has nothing to evaluate on
+        assert all(close(t["loss"], weighted(mode, t)) for t in terms)
 
 
 @pytest.mark.parametrize("mode", BLOCKS)
