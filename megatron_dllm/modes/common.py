@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dllm.data.collation import pad_sample
 from megatron_dllm.data.sample import PADDING_DOCUMENT, Sample
 from megatron_dllm.modes.base import (
     BLOCK,
@@ -113,7 +114,7 @@ def seen_between_streams(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.
 class Rows:
     """B corrupted samples, padded to S tokens. Padding is document -1, neither noised nor supervised.
 
-    tokens, x_t, position, block, offset int64; document int32; loss_mask, noised bool; weight, level float32
+    tokens, x_t, position int64; document, block, offset int32; loss_mask, noised bool; weight, level float32
     """
 
     tokens_BS: torch.Tensor
@@ -131,31 +132,27 @@ class Rows:
 
 def pad_rows(samples: list[Corrupted], length: int, pad_id: int) -> Rows:
     """Stack samples, each padded to `length`; ValueError if one is longer."""
-    for c in samples:
-        if len(c.sample) > length:
-            raise ValueError(
-                f"Sample {c.sample.index} has {len(c.sample)} tokens and cannot be padded to {length}: cut it."
-            )
+    clean = [pad_sample(c.sample, length, pad_id, supervise=False) for c in samples]
+    missing = [length - len(c.sample) for c in samples]
 
-    def stack(get, fill, dtype):
-        out = torch.full((len(samples), length), fill, dtype=dtype)
-        for b, c in enumerate(samples):
-            value = get(c)
-            if value is not None:
-                out[b, : len(c.sample)] = value
-        return out
+    def pad(name: str, fill=0):
+        values = [getattr(c, name) for c in samples]
+        values = [torch.zeros(len(c.sample)) if v is None else v for c, v in zip(samples, values, strict=True)]
+        return torch.stack(
+            [torch.nn.functional.pad(v, (0, n), value=fill) for v, n in zip(values, missing, strict=True)]
+        )
 
     return Rows(
-        tokens_BS=stack(lambda c: c.sample.tokens_S, pad_id, torch.int64),
-        x_t_BS=stack(lambda c: c.x_t_S, pad_id, torch.int64),
-        loss_mask_BS=stack(lambda c: c.sample.loss_mask_S, False, torch.bool),
-        noised_BS=stack(lambda c: c.noised_S, False, torch.bool),
-        weight_BS=stack(lambda c: c.weight_S, 0.0, torch.float32),
-        level_BS=stack(lambda c: c.level_S, 0.0, torch.float32),
-        document_BS=stack(lambda c: c.sample.document_S, PADDING_DOCUMENT, torch.int32),
-        position_BS=stack(lambda c: c.sample.position_S, 0, torch.int64),
-        block_BS=stack(lambda c: c.block_S, 0, torch.int64),
-        offset_BS=stack(lambda c: c.offset_S, 0, torch.int64),
+        tokens_BS=torch.stack([s.tokens_S for s in clean]),
+        x_t_BS=pad("x_t_S", pad_id),
+        loss_mask_BS=torch.stack([s.loss_mask_S for s in clean]),
+        noised_BS=pad("noised_S", False),
+        weight_BS=pad("weight_S"),
+        level_BS=pad("level_S"),
+        document_BS=torch.stack([s.document_S for s in clean]),
+        position_BS=torch.stack([s.position_S for s in clean]),
+        block_BS=pad("block_S").int(),
+        offset_BS=pad("offset_S").int(),
         data_tokens=sum(len(c.sample) for c in samples),
     )
 
