@@ -14,11 +14,13 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_dllm.conversion.defaults import folder_defaults
 from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_dllm.models.attention import BACKENDS
+from megatron_dllm.models.rope import parse_scaling
 from megatron_dllm.modes import MODES, get_mode
 from megatron_dllm.presets import PRESETS, get_preset
-from megatron_dllm.validation import check_flags, check_layout, resolve_vocabulary
+from megatron_dllm.validation import check_conversion, check_flags, check_layout, resolve_vocabulary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -30,6 +32,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--model-preset",
         default=None,
         help=f"Named model shape, each value overridable: {', '.join(PRESETS)}.",
+    )
+    group.add_argument(
+        "--hf-model",
+        metavar="DIR",
+        help="Local Hugging Face folder: its architecture, token ids and tokenizer become the defaults of this run.",
+    )
+    group.add_argument(
+        "--init-from-hf",
+        action="store_true",
+        help="Start from the weights of --hf-model, read straight into this layout; a checkpoint in --load goes first.",
+    )
+    group.add_argument(
+        "--save-hf-interval",
+        type=int,
+        metavar="N",
+        help="Every N iterations, beside the checkpoint, write the model as a Hugging Face folder (hf_0000100, ...).",
+    )
+    group.add_argument(
+        "--dllm-rope-scaling",
+        type=_rope_scaling,
+        default=None,
+        metavar="JSON",
+        help='Scaled rotary embeddings in transformers\' notation: {"rope_type": "yarn", "factor": 16, ...}; the base is '
+        "--rotary-base.",
     )
     group.add_argument(
         "--dllm-mask-token-id", type=int, default=None, help="Id of the mask token; default: the tokenizer's."
@@ -133,13 +159,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             action.help = "How context parallelism communicates: a2a (exchange heads) or all_gather (gather K/V)."
         elif action.dest == "moe_paged_stash_buffer_size_factor_cuda":  # a bare % makes --help fail
             action.help = action.help.replace("10%)", "10%%)")
-    parser.set_defaults(**_defaults())
-    preset = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    preset.add_argument("--model-preset")
-    chosen, _ = preset.parse_known_args()
+    parser.set_defaults(**_defaults(), dllm_family=None)
+    shape = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    shape.add_argument("--model-preset")
+    shape.add_argument("--hf-model")
+    chosen, _ = shape.parse_known_args()
+    if chosen.model_preset is not None and chosen.hf_model is not None:
+        raise ValueError("--model-preset and --hf-model both give the model's shape: give one of them.")
     if chosen.model_preset is not None:
         parser.set_defaults(**get_preset(chosen.model_preset))
+    if chosen.hf_model is not None:
+        parser.set_defaults(**folder_defaults(chosen.hf_model))
     return parser
+
+
+def _rope_scaling(text: str) -> dict:
+    try:
+        return parse_scaling(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _defaults() -> dict:
@@ -218,6 +256,7 @@ def read_command_line(
     if adapt is not None:
         adapt(args)
     check_flags(args, given)
+    check_conversion(args, given)
     check_layout(args, mode)
     tokenizer = build_tokenizer(args)
     resolve_vocabulary(args, tokenizer, mode)

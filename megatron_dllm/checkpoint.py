@@ -25,6 +25,7 @@ _SHAPE = [
     "layernorm_epsilon",
     "rotary_base",
     "rotary_percent",
+    "dllm_rope_scaling",
     "moe_router_topk",
     "moe_ffn_hidden_size",
     "moe_layer_freq",  # a list of ones is not 1: Megatron then stores each layer by itself

@@ -19,9 +19,11 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import is_last_rank, print_rank_last
 
 from megatron_dllm import fixes
+from megatron_dllm.conversion.source import Source, load_into
 from megatron_dllm.data.datasets import Datasets
 from megatron_dllm.data.stream import StepStream, build_stream
 from megatron_dllm.metrics import LossCurves, memory_gib
+from megatron_dllm.models import get_family
 from megatron_dllm.models.dlm import DiffusionLM, ScoreView
 from megatron_dllm.models.init import initialize
 from megatron_dllm.modes import get_mode
@@ -52,11 +54,14 @@ def model_provider(
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         rotary_base=args.rotary_base,
         rotary_percent=args.rotary_percent,
+        rope_scaling=args.dllm_rope_scaling,
         attention_backend=args.dllm_attention_backend,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
-    if draw_weights:
+    if draw_weights and args.init_from_hf:
+        load_into(model, Source(args.hf_model, get_family(args.dllm_family), args), args.seed)
+    elif draw_weights:
         initialize(model, args.seed)
     return model
 

@@ -9,7 +9,11 @@ from types import ModuleType
 
 import torch
 
+from megatron_dllm.conversion.defaults import has_tokenizer
 from megatron_dllm.data.tokenizer import Tokenizer
+from megatron_dllm.models import get_family
+from megatron_dllm.models.family import PLAIN
+from megatron_dllm.models.rope import last_position
 from megatron_dllm.modes import MODES
 from megatron_dllm.parallel import length_multiple
 
@@ -66,11 +70,11 @@ _REFUSED = {
     "softmax_type": "Megatron implements it in its own core attention, which is replaced here.",
     "qk_clip": "Megatron implements it in its own core attention, which is replaced here.",
     "log_max_attention_logit": "Megatron implements it in its own core attention, which is replaced here.",
-    "rotary_interleaved": "only plain rotary embeddings are implemented (--rotary-base, --rotary-percent).",
-    "rotary_seq_len_interpolation_factor": "only plain rotary embeddings are implemented (see --rotary-base).",
-    "use_rope_scaling": "only plain rotary embeddings are implemented (--rotary-base, --rotary-percent).",
-    "rope_type": "only plain rotary embeddings are implemented (--rotary-base, --rotary-percent).",
-    "mrope_section": "only plain rotary embeddings are implemented (--rotary-base, --rotary-percent).",
+    "rotary_interleaved": "rotary embeddings rotate halves, as all released diffusion models do.",
+    "rotary_seq_len_interpolation_factor": "use --dllm-rope-scaling with rope_type linear.",
+    "use_rope_scaling": "use --dllm-rope-scaling with rope_type llama3.",
+    "rope_type": "use --dllm-rope-scaling.",
+    "mrope_section": "positions have one dimension.",
 }
 
 
@@ -175,6 +179,35 @@ def _private_flags(mode_name: str) -> set[str]:
     parser = argparse.ArgumentParser(add_help=False)
     MODES[mode_name].add_args(parser.add_argument_group(mode_name))
     return {action.dest for action in parser._actions}
+
+
+def check_conversion(args, given: set[str]) -> None:
+    """What a run reads from and writes for transformers."""
+    last = last_position(args.dllm_rope_scaling)
+    if last is not None and args.seq_length > last:
+        raise ValueError(
+            f"--seq-length {args.seq_length}: this model scales its queries from position {last} on "
+            f"(llama_4_scaling_beta), which is not implemented; use at most {last}."
+        )
+    if args.hf_model is not None:
+        args.hf_model = os.path.abspath(args.hf_model)
+        if not has_tokenizer(args.hf_model) and args.tokenizer_type is None:
+            raise ValueError(f"{args.hf_model} holds no tokenizer: give --tokenizer-type and --tokenizer-model.")
+    if args.init_from_hf:
+        if args.hf_model is None:
+            raise ValueError("--init-from-hf reads the weights of --hf-model DIR: give it.")
+        if changed := sorted(set(PLAIN) & given):
+            flag = "--" + changed[0].replace("_", "-")
+            raise ValueError(f"{flag} is given by the weights that --init-from-hf reads: remove it.")
+    if args.save_hf_interval is None:
+        return
+    if args.save is None or args.save_hf_interval < 1 or args.save_hf_interval % args.save_interval:
+        raise ValueError(
+            f"--save-hf-interval {args.save_hf_interval} converts checkpoints of this run: give --save and a multiple of "
+            "--save-interval."
+        )
+    if args.async_save:
+        raise ValueError("--save-hf-interval reads checkpoints that --async-save may not have finished: remove one.")
 
 
 def check_layout(args, mode: ModuleType) -> None:
@@ -300,6 +333,8 @@ def resolve_vocabulary(args, tokenizer: Tokenizer, mode: ModuleType) -> None:
         return
     if args.dllm_mask_token_id is None:
         args.dllm_mask_token_id = tokenizer.mask_id
+    if args.dllm_mask_token_id is None and args.dllm_family is not None:
+        args.dllm_mask_token_id = get_family(args.dllm_family).mask_token_id
     tokenizer.mask_id = args.dllm_mask_token_id  # clean data must not contain it, whichever it is
     check_mask_token(args.dllm_mask_token_id, args.vocab_size, tokenizer)
 

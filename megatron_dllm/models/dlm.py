@@ -14,11 +14,13 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from megatron_dllm.models.attention import RuleAttention
 from megatron_dllm.models.head import WeightedNLL
 from megatron_dllm.models.reductions import LogProbabilities, WeightedLoss
+from megatron_dllm.models.rope import frequencies
 from megatron_dllm.modes.base import DOCUMENT, Rule
 from megatron_dllm.parallel import RankTerm
 
@@ -84,6 +86,7 @@ class DiffusionLM(LanguageModule):
         share_embeddings_and_output_weights: bool = False,
         rotary_base: float = 10000.0,
         rotary_percent: float = 1.0,
+        rope_scaling: dict | None = None,
         attention_backend: str = "auto",
         vp_stage: int | None = None,
         pg_collection=None,
@@ -106,10 +109,9 @@ class DiffusionLM(LanguageModule):
                 tp_group=tp,
             )
         # A plain attribute: a buffer would be cast to bf16 with the rest of the model.
-        rotary_dim = int(config.kv_channels * rotary_percent)
-        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        self.inverse_frequencies = 1.0 / (rotary_base**exponent)
-
+        self.inverse_frequencies, rotary_factor = frequencies(
+            config.kv_channels, rotary_base, rotary_percent, rope_scaling
+        )
         self.decoder = TransformerBlock(
             config=config,
             spec=block_spec(config, rule, attention_backend, vp_stage),
@@ -118,6 +120,8 @@ class DiffusionLM(LanguageModule):
             pg_collection=self.pg_collection,
             vp_stage=vp_stage,
         )
+        for layer in self.decoder.layers:
+            layer.self_attention._yarn_concentration_factor = rotary_factor  # Megatron applies it to cosine and sine
         if post_process:
             self.output_layer = Head(
                 config.hidden_size,
@@ -133,6 +137,15 @@ class DiffusionLM(LanguageModule):
             self.output_layer.sequence_parallel = False  # its input is gathered already
         if pre_process or post_process:
             self.setup_embeddings_and_output_layer()
+
+    def _apply(self, fn, recurse=True):
+        """Experts' selection biases stay fp32 when the model is cast: rounded, they would choose other experts."""
+        biases = {module: module.expert_bias for module in self.modules() if isinstance(module, TopKRouter)}
+        super()._apply(fn, recurse)
+        for router, bias in biases.items():
+            if bias is not None:
+                router.expert_bias = bias.to(router.expert_bias.device)
+        return self
 
     def set_input_tensor(self, input_tensor) -> None:
         """Called by the pipeline schedule with the previous stage's output."""

@@ -2,17 +2,17 @@
 
 Megatron draws each rank's weights from rank-dependent generators, so a fresh run has another loss curve on
 every layout. Here each row of the full parameter has its own generator; a rank draws the rows it holds.
-`global_name` and `cut` also say which slice of a full tensor a rank holds, for tests and for loading weights.
+`global_name` and `held` also say which slice of a full tensor a rank holds, for tests and for loading weights.
 """
 
 import math
 
 import torch
 
+from megatron_dllm.models.weights import VOCABULARY
 from megatron_dllm.noise import hashed_seed
 
 _ROWS_AT_ONCE = 1024
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def global_name(model, name: str) -> str:
@@ -41,33 +41,32 @@ def _group(model, name: str):
     return model.pg_collection.expt_tp if _is_expert(name) else model.pg_collection.tp
 
 
-def held_rows(model, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Indices [rows] of the full parameter's rows that this rank holds, before any cut along dimension 1."""
+def held(model, name: str, parameter: torch.Tensor) -> tuple[list[range], slice]:
+    """Which rows (in order) and columns of the full parameter this rank holds."""
     rows = parameter.shape[0]
-    if not getattr(parameter, "tensor_model_parallel", False) or parameter.partition_dim != 0:
-        return torch.arange(rows)
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return [range(rows)], slice(None)
     group = _group(model, name)
+    rank, size = group.rank(), group.size()
+    if parameter.partition_dim == 1:
+        width = parameter.shape[1]
+        return [range(rows)], slice(rank * width, (rank + 1) * width)
     if "linear_fc1" in name and model.config.gated_linear_unit:
-        # [gate; up]: a rank holds its part of each half
-        half = rows // 2
-        gate = torch.arange(half) + group.rank() * half
-        return torch.cat([gate, gate + half * group.size()])
-    return torch.arange(rows) + group.rank() * rows
+        half = rows // 2  # [gate; up]: a rank holds its part of each
+        return [range(start, start + half) for start in (rank * half, (size + rank) * half)], slice(None)
+    return [range(rank * rows, (rank + 1) * rows)], slice(None)
 
 
 def cut(model, name: str, parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """The slice of the full tensor that `parameter` holds; vocabulary rows beyond `full` are zero."""
-    rows = held_rows(model, name, parameter)
-    if name in _VOCABULARY:
-        inside = rows < full.shape[0]
-        out = full.new_zeros(len(rows), *full.shape[1:])
-        out[inside] = full[rows[inside]]
-        return out
-    full = full[rows]
-    if getattr(parameter, "tensor_model_parallel", False) and parameter.partition_dim == 1:
-        group = _group(model, name)
-        return full.chunk(group.size(), dim=1)[group.rank()]
-    return full
+    runs, columns = held(model, name, parameter)
+    pieces = []
+    for run in runs:
+        piece = full[run.start : run.stop]
+        if name in VOCABULARY and len(piece) < len(run):
+            piece = torch.cat([piece, piece.new_zeros(len(run) - len(piece), *piece.shape[1:])])
+        pieces.append(piece[:, columns] if piece.dim() > 1 else piece)
+    return torch.cat(pieces)
 
 
 def initialize(model, seed: int) -> None:
@@ -77,33 +76,37 @@ def initialize(model, seed: int) -> None:
             if parameter.dim() == 1:
                 parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
                 continue
-            _draw_matrix(model, name, parameter, seed)
+            parameter.zero_()  # padding rows of the vocabulary stay so
+            limit = model.true_vocab_size if name in VOCABULARY else None
+            draw_rows(model, name, parameter, seed, limit=limit)
 
 
-def _draw_matrix(model, name: str, parameter: torch.Tensor, seed: int) -> None:
+def draw_rows(
+    model, name: str, parameter: torch.Tensor, seed: int, first: int = 0, limit: int | None = None
+) -> None:
+    """Draw those of the full matrix's rows first..limit that this rank holds, in place; the others stay as they are."""
     config, full_name = model.config, global_name(model, name)
     std = config.init_method_std
     if "linear_proj.weight" in name or "linear_fc2.weight" in name:
         std /= math.sqrt(2.0 * config.num_layers)  # residual branches, as Megatron scales them
     elif full_name == "embedding.word_embeddings.weight" and config.embedding_init_method_std is not None:
         std = config.embedding_init_method_std
-    parallel = getattr(parameter, "tensor_model_parallel", False)
-    columns = slice(None)
+    runs, columns = held(model, name, parameter)
     width = parameter.shape[1]
-    if parallel and parameter.partition_dim == 1:
-        group = _group(model, name)
-        columns = slice(group.rank() * width, (group.rank() + 1) * width)
-        width *= group.size()
-    limit = model.true_vocab_size if name in _VOCABULARY else None
+    if columns != slice(None):
+        width *= _group(model, name).size()
     generator = torch.Generator()
     drawn = torch.empty(width, dtype=torch.float32)
     base = hashed_seed(seed, "weights", full_name)
-    rows = held_rows(model, name, parameter).tolist()
-    for start in range(0, len(rows), _ROWS_AT_ONCE):  # never a second copy of the whole parameter
-        block = torch.zeros(min(_ROWS_AT_ONCE, len(rows) - start), parameter.shape[1])
-        for i, row in enumerate(rows[start : start + _ROWS_AT_ONCE]):
-            if limit is not None and row >= limit:
-                continue  # padding rows stay zero
-            generator.manual_seed(hashed_seed(base, row))
-            block[i] = drawn.normal_(0.0, std, generator=generator)[columns]
-        parameter[start : start + len(block)] = block
+    place = 0
+    for run in runs:
+        wanted = range(max(first, run.start), run.stop if limit is None else min(limit, run.stop))
+        for start in range(wanted.start, wanted.stop, _ROWS_AT_ONCE):  # never a second copy of the whole parameter
+            rows = range(start, min(start + _ROWS_AT_ONCE, wanted.stop))
+            block = torch.empty(len(rows), parameter.shape[1])
+            for i, row in enumerate(rows):
+                generator.manual_seed(hashed_seed(base, row))
+                block[i] = drawn.normal_(0.0, std, generator=generator)[columns]
+            at = place + start - run.start
+            parameter[at : at + len(rows)] = block
+        place += len(run)

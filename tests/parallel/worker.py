@@ -163,7 +163,7 @@ def naive_gradients(model, datasets) -> dict:
     parameters = dict(model.named_parameters())
     gradients = torch.autograd.grad(loss, list(parameters.values()))
     names = [weights.global_name(model, name) for name in parameters]
-    true_rows = lambda name, g: g[: args.vocab_size] if name in weights._VOCABULARY else g
+    true_rows = lambda name, g: g[: args.vocab_size] if name in weights.VOCABULARY else g
     return dict(
         loss=loss.item(), gradients={n: true_rows(n, g.detach()) for n, g in zip(names, gradients, strict=True)}
     )

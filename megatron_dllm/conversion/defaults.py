@@ -1,0 +1,40 @@
+"""What a Hugging Face folder says about a run: architecture, token ids and tokenizer, as defaults of Megatron's flags."""
+
+import json
+import os
+
+from megatron_dllm.models import recognise
+from megatron_dllm.models.family import Family
+from megatron_dllm.models.hf import read_config
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def folder_defaults(path: str, family: Family | None = None) -> dict:
+    """Defaults for a run that names the folder. Raises ValueError (one sentence) for a model that is not implemented."""
+    config = read_config(path)
+    family = family or recognise(config)
+    defaults = family.read(config) | family.suggested | dict(dllm_family=family.name)
+    if has_tokenizer(path):
+        defaults |= dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path)
+    mask = config.get("mask_token_id")
+    if isinstance(mask, int) and mask >= 0:
+        defaults["dllm_mask_token_id"] = mask
+    return defaults
+
+
+def has_tokenizer(path: str) -> bool:
+    return any(os.path.isfile(os.path.join(path, name)) for name in _TOKENIZER_FILES)
+
+
+def special_ids(path: str | None) -> dict:
+    """eos, pad and bos ids of a folder's configuration; what its generation configuration says comes first."""
+    ids = {}
+    for name in ("config.json", "generation_config.json"):
+        try:
+            with open(os.path.join(path or "", name), encoding="utf-8") as file:
+                config = json.load(file)
+        except (OSError, ValueError):
+            continue
+        ids |= {key: config[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id") if key in config}
+    return ids

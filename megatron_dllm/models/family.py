@@ -1,0 +1,379 @@
+"""A model family: how its config.json and Megatron's arguments say the same, and where its weights lie.
+
+Each family is one file of declarations beside this one. A configuration is a list of entries that are used in both
+directions; what no entry explains is an error, because a value that is not implemented would silently give another
+network.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dllm.models.weights import Mapping, Table, expert_layers
+
+# The arguments that decide what the network computes, and their value in the plainest model.
+PLAIN = dict(
+    num_layers=None,
+    hidden_size=None,
+    ffn_hidden_size=None,
+    num_attention_heads=None,
+    num_query_groups=None,
+    kv_channels=None,
+    layernorm_epsilon=None,
+    untie_embeddings_and_output_weights=True,
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    add_qkv_bias=False,
+    qk_layernorm=False,
+    rotary_base=10000,
+    rotary_percent=1.0,
+    dllm_rope_scaling=None,
+    num_experts=None,
+    moe_layer_freq=1,
+    moe_ffn_hidden_size=None,
+    moe_router_topk=2,
+    moe_router_score_function="softmax",
+    moe_router_pre_softmax=False,
+    moe_router_enable_expert_bias=False,
+    moe_router_num_groups=None,
+    moe_router_group_topk=None,
+    moe_router_topk_scaling_factor=None,
+    moe_shared_expert_intermediate_size=None,
+    moe_shared_expert_gate=False,
+    moe_latent_size=None,
+)
+# Keys of config.json that do not change what a trained network computes.
+_HARMLESS = set(
+    "_name_or_path architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward dtype "
+    "eos_token_id id2label initializer_range is_encoder_decoder label2id model_type output_attentions "
+    "output_hidden_states pad_token_id problem_type pretraining_tp return_dict tokenizer_class torch_dtype "
+    "transformers_version unsloth_version unsloth_fixed use_cache vocab_size".split()
+) | {"attention_dropout", "embedding_dropout", "output_dropout", "residual_dropout"}  # of training, set by flags here
+
+
+class Entry:
+    """keys: of config.json that it explains; arguments: that it sets."""
+
+    keys: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+
+    def read(self, config: dict) -> dict:
+        """Arguments. Raises ValueError for a value that is not implemented."""
+        raise NotImplementedError
+
+    def write(self, args: Namespace) -> dict:
+        """Keys. Raises ValueError for arguments that the family cannot express."""
+        raise NotImplementedError
+
+
+@dataclass
+class Same(Entry):
+    """A number that both sides have; `alias`: another name of the key, which is read too."""
+
+    key: str
+    argument: str
+    default: Any = ...
+    alias: str | None = None
+
+    def __post_init__(self):
+        self.keys, self.arguments = (self.key, *([self.alias] if self.alias else [])), (self.argument,)
+
+    def read(self, config):
+        value = next((config[key] for key in self.keys if config.get(key) is not None), None)
+        if value is None:
+            if self.default is ...:
+                raise ValueError(f"config.json lacks {self.key}.")
+            value = self.default
+        return {self.argument: value}
+
+    def write(self, args):
+        return {self.key: getattr(args, self.argument)}
+
+
+@dataclass
+class Only(Entry):
+    """A key with one implemented value, and others that mean the same; `write=False` leaves it out of new files."""
+
+    key: str
+    value: Any
+    also: tuple = ()
+    default: Any = ...  # what a missing key means, if not `value`
+    written: bool = True
+
+    def __post_init__(self):
+        self.keys = (self.key,)
+
+    def read(self, config):
+        value = config.get(self.key, self.value if self.default is ... else self.default)
+        if value != self.value and value not in self.also:
+            raise ValueError(f"config.json has {self.key} = {value!r}, and only {self.value!r} is implemented.")
+        return {}
+
+    def write(self, args):
+        return {self.key: self.value} if self.written else {}
+
+
+@dataclass
+class Choice(Entry):
+    """A key whose values stand for several arguments' values."""
+
+    key: str
+    values: dict[Any, dict]
+    default: Any
+
+    def __post_init__(self):
+        self.keys, self.arguments = (self.key,), tuple(next(iter(self.values.values())))
+
+    def read(self, config):
+        value = config.get(self.key)
+        value = self.default if value is None else value
+        if value not in self.values:
+            known = " or ".join(repr(x) for x in self.values)
+            raise ValueError(f"config.json has {self.key} = {value!r}, and only {known} is implemented.")
+        return self.values[value]
+
+    def write(self, args):
+        for value, arguments in self.values.items():
+            if all(getattr(args, name) == wanted for name, wanted in arguments.items()):
+                return {self.key: value}
+        have = ", ".join(f"{flag(name)} {getattr(args, name)}" for name in self.arguments)
+        raise ValueError(f"{self.key} cannot say {have}")
+
+
+@dataclass
+class Untied(Entry):
+    """Whether the head has weights of its own."""
+
+    key: str = "tie_word_embeddings"
+
+    def __post_init__(self):
+        self.keys, self.arguments = (self.key,), ("untie_embeddings_and_output_weights",)
+
+    def read(self, config):
+        return dict(untie_embeddings_and_output_weights=not config.get(self.key, False))
+
+    def write(self, args):
+        return {self.key: not args.untie_embeddings_and_output_weights}
+
+
+@dataclass
+class Heads(Entry):
+    """Query heads, key/value heads (missing or 0: as many) and their size (missing: hidden / heads)."""
+
+    heads: str = "num_attention_heads"
+    groups: str = "num_key_value_heads"
+    size: str | None = "head_dim"
+
+    def __post_init__(self):
+        self.keys = (self.heads, self.groups) + ((self.size,) if self.size else ())
+        self.arguments = ("num_attention_heads", "num_query_groups", "kv_channels")
+
+    def read(self, config):
+        heads = config[self.heads]
+        size = (self.size and config.get(self.size)) or config_width(config) // heads
+        groups = config.get(self.groups) or heads
+        return dict(num_attention_heads=heads, num_query_groups=groups, kv_channels=size)
+
+    def write(self, args):
+        config = {self.heads: args.num_attention_heads, self.groups: groups_of(args)}
+        if self.size:
+            config[self.size] = args.kv_channels
+        elif args.kv_channels * args.num_attention_heads != args.hidden_size:
+            raise ValueError(f"--kv-channels {args.kv_channels} x heads is not --hidden-size {args.hidden_size}")
+        return config
+
+
+@dataclass
+class Rope(Entry):
+    """Rotary base, the rotated part of a head and scaling, in either of transformers' notations.
+
+    dllm_rope_scaling is `rope_parameters` without base and partial factor, None if there is no scaling.
+    """
+
+    theta: float = 10000.0  # what missing keys mean
+    partial: float = 1.0
+    old_notation: bool = False  # write rope_theta and rope_scaling, for modelling code of its time
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+
+    def __post_init__(self):
+        self.keys = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+        self.arguments = ("rotary_base", "rotary_percent", "dllm_rope_scaling")
+
+    def read(self, config):
+        given = dict(config.get("rope_parameters") or {})
+        for key, value in (config.get("rope_scaling") or {}).items():
+            given.setdefault(key, value)
+        kind = given.pop("rope_type", None) or given.get("type", "default")
+        given.pop("type", None)
+        theta = given.pop("rope_theta", None) or config.get("rope_theta") or self.theta
+        partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or self.partial
+        scaling = None
+        if kind != "default":
+            if kind not in self.scalings:
+                raise ValueError(
+                    f"config.json asks for rotary embeddings of the type {kind!r}, and only "
+                    f"{', '.join(('default', *self.scalings))} are implemented."
+                )
+            scaling = dict(sorted(dict(rope_type=kind, **given).items()))
+        return dict(rotary_base=plain_number(theta), rotary_percent=float(partial), dllm_rope_scaling=scaling)
+
+    def write(self, args):
+        scaling, base = args.dllm_rope_scaling, float(args.rotary_base)
+        if self.old_notation:
+            config = dict(rope_theta=base, rope_scaling=scaling)
+            return config | (dict(partial_rotary_factor=args.rotary_percent) if self.partial != 1.0 else {})
+        parameters = dict(scaling or dict(rope_type="default"), rope_theta=base)
+        if args.rotary_percent != 1.0 or self.partial != 1.0:
+            parameters["partial_rotary_factor"] = args.rotary_percent
+        return dict(rope_parameters=parameters)
+
+
+@dataclass
+class AllFull(Entry):
+    """Sliding-window attention is not implemented: every layer's type is full attention."""
+
+    def __post_init__(self):
+        self.keys = ("layer_types",)
+
+    def read(self, config):
+        kinds = set(config.get("layer_types") or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise ValueError(f"config.json has layers of the types {sorted(kinds)}: only full_attention is implemented.")
+        return {}
+
+    def write(self, args):
+        return {}
+
+
+@dataclass
+class DenseFirst(Entry):
+    """The first layers without experts."""
+
+    key: str = "first_k_dense_replace"
+
+    def __post_init__(self):
+        self.keys, self.arguments = (self.key,), ("moe_layer_freq",)
+
+    def read(self, config):
+        dense, layers = config.get(self.key, 0), config["num_hidden_layers"]
+        return dict(moe_layer_freq=[0] * dense + [1] * (layers - dense))
+
+    def write(self, args):
+        sparse = expert_layers(args)
+        dense = sparse.index(True)
+        if not all(sparse[dense:]):
+            raise ValueError("layers without experts must come first")
+        return {self.key: dense}
+
+
+@dataclass(frozen=True)
+class Family:
+    """entries, arguments: its configuration (`arguments`: fixed ones, beside those of PLAIN).
+    weights: tables; folders may use any of them, the first is written.
+    types: values of model_type; architecture: written, `also_architectures` are read too.
+    transformers_config: name of the transformers class that fills in what a config.json leaves out.
+    stock: family whose transformers class computes the same (for export --export-as transformers).
+    mode, mask_token_id: what it is usually trained as; None for autoregressive families.
+    suggested: further arguments a user would want, not part of the architecture.
+    """
+
+    name: str
+    types: tuple[str, ...]
+    architecture: str
+    entries: tuple[Entry, ...]
+    weights: tuple[Table, ...]
+    arguments: dict = field(default_factory=dict)
+    also_architectures: tuple[str, ...] = ()
+    transformers_config: str | None = None
+    stock: str | None = None
+    mode: str | None = None
+    mask_token_id: int | None = None
+    suggested: dict = field(default_factory=dict)
+    harmless: tuple[str, ...] = ()
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether transformers needs files of the model's own folder to load it."""
+        return self.transformers_config is None
+
+    def read(self, config: dict) -> dict:
+        """Architecture arguments of a config.json. Raises ValueError (one sentence) for what is not implemented."""
+        filled = config
+        if self.transformers_config is not None:
+            filled = _with_defaults(self.transformers_config, config)
+        explained = {key for entry in self.entries for key in entry.keys}
+        for key, value in config.items():
+            if key not in explained and key not in _HARMLESS and key not in self.harmless and value:
+                raise ValueError(
+                    f"config.json has {key} = {value!r}, which this family ({self.name}) does not implement: if it "
+                    "does not change the network, remove the line."
+                )
+        arguments = PLAIN | self.arguments | dict(group_query_attention=True)
+        try:
+            arguments["vocab_size"] = filled["vocab_size"]
+            for entry in self.entries:
+                arguments |= entry.read(filled)
+        except KeyError as error:
+            raise ValueError(f"config.json lacks {error.args[0]}.") from error
+        return arguments
+
+    def write(self, args: Namespace) -> dict:
+        """config.json (architecture only) of `args`. Raises ValueError if this family cannot express them."""
+        fixed = PLAIN | self.arguments
+        chosen = {argument for entry in self.entries for argument in entry.arguments}
+        if "num_experts" in chosen and args.num_experts is None:
+            raise ValueError(f"{self.name} models have experts, this one has none.")
+        for name in chosen:
+            fixed.pop(name, None)
+        for name, wanted in fixed.items():
+            if name.startswith("moe_") and args.num_experts is None:
+                continue
+            have = getattr(args, name, wanted)
+            if name == "moe_layer_freq" and args.num_experts is not None:
+                have, wanted = expert_layers(args), [True] * args.num_layers
+            if have != wanted and not (have is None and wanted is False):
+                raise ValueError(f"{self.name} models have {flag(name)} {wanted}, not {have}.")
+        config = {"architectures": [self.architecture], "model_type": self.types[0], "vocab_size": args.vocab_size}
+        for entry in self.entries:
+            try:
+                config |= entry.write(args)
+            except ValueError as error:
+                raise ValueError(f"{self.name} models cannot be like this: {error}.") from error
+        return config
+
+    def mapping(self, args: Namespace, keys: Iterable[str] | None = None) -> Mapping:
+        """Where the weights lie; of several tables, the one that fits the `keys` of a folder best."""
+        mappings = [Mapping(table, args) for table in self.weights]
+        if keys is None or len(mappings) == 1:
+            return mappings[0]
+        keys = set(keys)
+        return min(mappings, key=lambda mapping: len(keys ^ set(mapping.hf)))
+
+
+def groups_of(args: Namespace) -> int:
+    """Key/value heads."""
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
+def config_width(config: dict) -> int:
+    return config["d_model"] if "d_model" in config else config["hidden_size"]
+
+
+def plain_number(value: float) -> float | int:
+    """10000 for 10000.0: Megatron's rotary base is an integer."""
+    return int(value) if value == int(value) else value
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _with_defaults(class_name: str, config: dict) -> dict:
+    import transformers
+
+    try:
+        return getattr(transformers, class_name)(**config).to_dict()
+    except Exception as error:  # strict dataclasses raise their own kinds
+        raise ValueError(f"transformers does not accept config.json: {str(error).strip().splitlines()[0]}") from error

@@ -1,0 +1,239 @@
+"""Hugging Face folders of safetensors, read and written a slice at a time.
+
+Memory stays near one slice whatever the model's size: readers map files and forget the map regularly, the writer lays
+out each file first and then writes rows where they belong, in any order. Nothing of a folder is executed: only
+safetensors and JSON are read.
+"""
+
+import json
+import math
+import os
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FORGET_AFTER = 256 * 2**20  # bytes read through a map before it is opened anew: touched pages count as memory
+
+
+def read_config(folder: str) -> dict:
+    """config.json of a folder. Raises ValueError (one sentence) if there is none."""
+    path = os.path.join(folder, "config.json")
+    if not os.path.isdir(folder):
+        raise ValueError(f"{folder} is not a folder: give a local Hugging Face model folder.")
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): give a Hugging Face model folder with its config.json."
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no configuration: give a Hugging Face model folder with its config.json.")
+    return config
+
+
+class Folder:
+    """The tensors of a Hugging Face folder. shapes, dtypes: by key, from the files' headers.
+
+    Raises ValueError (one sentence) for a folder without safetensors, a missing or broken file, an index that does
+    not fit its files or names one outside of the folder.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._file_of: dict[str, str] = {}
+        self._open: dict[str, object] = {}
+        self._bytes = 0
+        index = self._index()
+        for name in sorted(set(index.values())) if index is not None else [SINGLE]:
+            self._read_header(name, None if index is None else {key for key, file in index.items() if file == name})
+
+    def _index(self) -> dict[str, str] | None:
+        """key -> file; None for a folder of one file."""
+        path = os.path.join(self.path, INDEX)
+        if not os.path.isfile(path):
+            if os.path.isfile(os.path.join(self.path, SINGLE)):
+                return None
+            pickles = sorted(name for name in os.listdir(self.path) if name.endswith((".bin", ".pt", ".pth")))
+            if pickles:
+                raise ValueError(
+                    f"{self.path} holds pickled weights ({pickles[0]}), which can run code when they are read: convert "
+                    "them once, where you trust them, with transformers' from_pretrained and save_pretrained."
+                )
+            raise ValueError(f"{self.path} holds no weights: {SINGLE} and {INDEX} are missing.")
+        try:
+            with open(path, encoding="utf-8") as file:
+                index = json.load(file)["weight_map"]
+            pairs = [(str(key), str(name)) for key, name in index.items()]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({error}): download it again.") from error
+        for _, name in pairs:
+            if name != os.path.basename(name) or not name.endswith(".safetensors"):
+                raise ValueError(f"{path} names {name!r}, which is not a safetensors file of this folder: do not use it.")
+        return dict(pairs)
+
+    def _read_header(self, name: str, expected: set[str] | None) -> None:
+        path = os.path.join(self.path, name)
+        if not os.path.isfile(path):
+            raise ValueError(f"{path} is missing: download the folder again.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a dict)
+                    view = file.get_slice(key)
+                    self.shapes[key] = tuple(view.get_shape())
+                    if view.get_dtype() not in _DTYPES:
+                        raise ValueError(
+                            f"{key} in {path} is stored as {view.get_dtype()}: only {', '.join(_DTYPES)} are read, "
+                            "load and save a quantized model in one of them first."
+                        )
+                    self.dtypes[key] = _DTYPES[view.get_dtype()]
+                    self._file_of[key] = name
+                present = set(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged ({error}): download it again.") from error
+        if expected is not None and (wrong := sorted(expected ^ present)):
+            where = "is not in it" if wrong[0] in expected else "is not in the index"
+            raise ValueError(f"{path} does not fit {INDEX} ({wrong[0]} {where}): download the folder again.")
+
+    def read(self, key: str, start: int, stop: int, columns: slice = slice(None), index: int | None = None):
+        """Rows start..stop (and some columns) of a tensor, or of its slice `index`: a tensor of its own memory."""
+        name = self._file_of[key]
+        if name not in self._open:
+            self._open[name] = safe_open(os.path.join(self.path, name), framework="pt")
+        view = self._open[name].get_slice(key)
+        place = (slice(start, stop),) if index is None else (slice(index, index + 1), slice(start, stop))
+        if columns != slice(None):
+            place = (*place, columns)
+        tensor = view[place].clone()
+        self._bytes += tensor.nbytes
+        if self._bytes > _FORGET_AFTER:
+            self._open, self._bytes = {}, 0
+        return tensor if index is None else tensor[0]
+
+
+class FolderWriter:
+    """Writes tensors of known shapes into `path`, sharded, a few rows at a time.
+
+    tensors: key -> (shape, dtype), in the order in which they shall lie. The folder appears under a temporary name
+    until `finish`. `rank` of `world` writers creates and fills files rank, rank + world, ... only: several processes
+    may share the work, rank 0 before the others (see exporting.py).
+    """
+
+    def __init__(self, path: str, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], max_shard_bytes: int):
+        self.path = os.path.normpath(path)
+        self.part = self.path + ".part"
+        self._place: dict[str, tuple[str, int, int]] = {}  # key -> (file, first byte, bytes a row)
+        self._layout: list[tuple[str, dict[str, dict], int]] = []
+        self._files: dict[str, int] = {}
+        self._tensors = tensors
+        self.total_bytes = sum(_nbytes(*tensor) for tensor in tensors.values())
+        shards: list[list[str]] = [[]]
+        size = 0
+        for key, tensor in tensors.items():
+            if shards[-1] and size + _nbytes(*tensor) > max_shard_bytes:
+                shards.append([])
+                size = 0
+            shards[-1].append(key)
+            size += _nbytes(*tensor)
+        for number, keys in enumerate(shards, 1):
+            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            self._lay_out(name, keys)
+        self.shards = dict(zip((name for name, _, _ in self._layout), shards, strict=True))
+
+    def _lay_out(self, name: str, keys: list[str]) -> None:
+        header, offset = {"__metadata__": {"format": "pt"}}, 0
+        for key in keys:
+            shape, dtype = self._tensors[key]
+            end = offset + _nbytes(shape, dtype)
+            header[key] = dict(dtype=_DTYPE_NAMES[dtype], shape=list(shape), data_offsets=[offset, end])
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        for key in keys:
+            shape, dtype = self._tensors[key]
+            row = math.prod(shape[1:]) * dtype.itemsize
+            self._place[key] = (name, 8 + len(text) + header[key]["data_offsets"][0], row)
+        self._layout.append((name, text, 8 + len(text) + offset))
+
+    def start(self) -> None:
+        """Make the temporary folder, empty."""
+        if os.path.isdir(self.part):
+            shutil.rmtree(self.part)  # what an interrupted run has left
+        os.makedirs(self.part)
+
+    def write(self, key: str, start: int, rows: torch.Tensor, index: int | None = None) -> None:
+        """Put `rows` at row `start` of a tensor, or of its slice `index`."""
+        name, offset, row_bytes = self._place[key]
+        if name not in self._files:
+            text, size = next((text, size) for file, text, size in self._layout if file == name)
+            file = os.open(os.path.join(self.part, name), os.O_RDWR | os.O_CREAT, 0o644)
+            os.ftruncate(file, size)
+            os.pwrite(file, struct.pack("<Q", len(text)) + text, 0)
+            self._files[name] = file
+        shape, dtype = self._tensors[key]
+        if rows.dtype != dtype:
+            raise ValueError(f"{key} is {dtype}, but rows of {rows.dtype} were to be written.")
+        if index is not None:
+            row_bytes //= shape[1]
+            start += index * shape[1]
+        data = memoryview(rows.contiguous().view(torch.uint8).numpy()).cast("B")
+        done = 0
+        while done < len(data):  # a single write may be cut at 2 GiB
+            done += os.pwrite(self._files[name], data[done:], offset + start * row_bytes + done)
+
+    def close(self) -> None:
+        """Everything of this process is on disk."""
+        for file in self._files.values():
+            os.fsync(file)
+            os.close(file)
+        self._files = {}
+
+    def finish(self) -> None:
+        """Write the index, give the folder its name."""
+        if len(self._layout) > 1:
+            weight_map = {key: name for key, (name, _, _) in self._place.items()}
+            index = dict(metadata=dict(total_size=self.total_bytes), weight_map=weight_map)
+            with open(os.path.join(self.part, INDEX), "w", encoding="utf-8") as file:
+                json.dump(index, file, indent=2, sort_keys=True)
+        os.rename(self.part, self.path)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        self.close()
+        shutil.rmtree(self.part, ignore_errors=True)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def check_new_folder(path: str, flag: str = "--save") -> None:
+    """ValueError unless `path` can be made: a missing or empty folder whose parent is writable."""
+    if os.path.isdir(path) and not os.listdir(path):
+        os.rmdir(path)  # an empty one is replaced by a rename
+    if os.path.lexists(path):
+        raise ValueError(f"{flag} {path} exists and is not empty: choose a new folder.")
+    parent = Path(path).absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{flag} {path} cannot be made: {parent} is not a writable folder.")
+
+
+if sys.byteorder != "little":
+    raise ImportError("safetensors files are little-endian, and this machine is not.")

@@ -1,0 +1,31 @@
+"""Nemotron-Labs-Diffusion 3B, 8B and 14B, and Ministral 3, of which they are made: a Llama with yarn.
+
+One head serves both objectives (diffusion_head). Queries are scaled up with their position (llama_4_scaling_beta) from
+`original_max_position_embeddings` on; that is not implemented, and longer sequences are refused.
+"""
+
+from megatron_dllm.models.family import Family, Heads, Only, Rope
+from megatron_dllm.models.llama import SIZES, decoder_weights
+
+_ENTRIES = (*SIZES, Heads(), Rope(theta=1e6), Only("sliding_window", None))
+
+MINISTRAL3 = Family(
+    name="ministral3",
+    types=("ministral3",),
+    architecture="Ministral3ForCausalLM",
+    transformers_config="Ministral3Config",
+    entries=_ENTRIES,
+    weights=(decoder_weights(),),
+)
+NEMOTRON = Family(
+    name="nemotron",
+    types=("nemotron_labs_diffusion",),
+    architecture="NemotronLabsDiffusionModel",
+    entries=(*_ENTRIES, Only("attention_bias", False), Only("mlp_bias", False)),
+    weights=(decoder_weights("encoder.", head="diffusion_head.weight"),),
+    stock="ministral3",
+    mode="hybrid",
+    mask_token_id=100,
+    suggested=dict(dllm_block_size=32, diffusion_loss_weight=0.3),
+    harmless=tuple("mask_token_id dlm_paradigm block_size dlm_loss_weight ar_loss_weight dp_varying_mask_ratio".split()),
+)

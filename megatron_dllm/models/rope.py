@@ -1,0 +1,58 @@
+"""Rotary frequencies, plain or scaled. Scaled ones (linear, llama3, yarn) are computed by transformers, which released
+checkpoints follow to the bit."""
+
+import json
+
+import torch
+
+SCALINGS = ("linear", "llama3", "yarn")
+
+
+def frequencies(
+    head_dim: int, base: float, percent: float = 1.0, scaling: dict | None = None
+) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [rotated part / 2], fp32, and the factor on cosine and sine.
+
+    scaling: transformers' `rope_parameters` without base and partial factor.
+    """
+    rotary_dim = int(head_dim * percent)
+    if scaling is None:
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        return 1.0 / (base**exponent), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    longest = int(scaling.get("original_max_position_embeddings", 4096) * scaling.get("factor", 1.0))
+    config = LlamaConfig(
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=longest,
+        rope_parameters=scaling | dict(rope_theta=float(base), partial_rotary_factor=percent),
+    )
+    inverse, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    return inverse.float(), float(factor)
+
+
+def parse_scaling(text: str) -> dict:
+    """The value of --dllm-rope-scaling. Raises ValueError (one sentence)."""
+    try:
+        scaling = json.loads(text)
+        kind = scaling.get("rope_type")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"--dllm-rope-scaling {text!r} is not a JSON object: {error}.") from error
+    if kind not in SCALINGS:
+        raise ValueError(f"--dllm-rope-scaling has rope_type {kind!r}: choose one of {', '.join(SCALINGS)}.")
+    scaling = dict(sorted(scaling.items()))
+    try:
+        frequencies(64, 10000.0, scaling=scaling)
+    except Exception as error:
+        raise ValueError(f"--dllm-rope-scaling {text!r} is incomplete: {str(error).splitlines()[0]}") from error
+    return scaling
+
+
+def last_position(scaling: dict | None) -> int | None:
+    """Positions from here on would need llama-4 query scaling, which is not implemented; None: there is no limit."""
+    if scaling is None or not scaling.get("llama_4_scaling_beta"):
+        return None
+    return scaling["original_max_position_embeddings"]
