@@ -3,6 +3,7 @@
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail, parse_arguments
 from megatron_dllm.checkpoint import check_before_loading
+from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.launch import default_to_one_process
 from megatron_dllm.training import pretrain
@@ -13,6 +14,8 @@ def main() -> None:
     try:
         args, tokenizer = parse_arguments()
         check_before_loading(args)
+        if args.init_from_hf:
+            check_source(args)
         datasets = build_datasets(args, tokenizer)
     except (ValueError, OSError) as error:
         fail(error)

@@ -263,12 +263,15 @@ def read_command_line(
     mode.validate(args)
     args.dllm_state = {}  # what a mode learns from one step for the next
     if args.max_position_embeddings is None:
-        args.max_position_embeddings = args.seq_length
+        args.max_position_embeddings = args.dllm_sequence_length
+    longest = args.max_position_embeddings
+    args.max_position_embeddings = max(longest, args.seq_length)  # several streams share positions
     try:
         validate_args(args)
     except AssertionError as error:
         condition = traceback.extract_tb(error.__traceback__)[-1].line  # many of Megatron's have no text
         raise ValueError(f"Megatron refuses this combination of flags: {str(error) or condition}") from error
+    args.max_position_embeddings = longest
     return args, tokenizer
 
 

@@ -33,6 +33,11 @@ _SHAPE = [
     "moe_shared_expert_gate",
     "moe_latent_size",
     "moe_router_enable_expert_bias",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
 ]
 # What Megatron's scheduler wants to find as it was, in words.
 _SCHEDULE = {
@@ -48,11 +53,13 @@ _SCHEDULE = {
 }
 _DECOUPLED = ("decoupled_lr", "decoupled_min_lr")
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # Megatron's name for weights that no iteration made: converted ones
 
 
 def iteration_folder(load: str, step: int | None = None) -> str | None:
     """Folder of the checkpoint that `--load` (a run's folder, or an iteration's) names; None if it has none yet."""
-    if os.path.basename(os.path.normpath(load)).startswith("iter_") and os.path.isdir(load):
+    name = os.path.basename(os.path.normpath(load))
+    if (name.startswith("iter_") or name == RELEASE) and os.path.isdir(load):
         return load
     tracker = os.path.join(load, TRACKER)
     if step is None:
@@ -60,6 +67,8 @@ def iteration_folder(load: str, step: int | None = None) -> str | None:
             return None
         with open(tracker) as file:
             text = file.read().strip()
+        if text == RELEASE:
+            return os.path.join(load, RELEASE)
         if not text.isdigit():
             raise ValueError(
                 f"{tracker} should hold an iteration number but holds {text!r}: write the last good one into it."
@@ -68,12 +77,33 @@ def iteration_folder(load: str, step: int | None = None) -> str | None:
     return os.path.join(load, f"iter_{step:07d}")
 
 
+class _MetadataOnly(pickle.Unpickler):
+    """Reads the pickled index of a checkpoint, which torch would unpickle as it is: a stranger's cannot run code."""
+
+    _NAMES = {
+        "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex TensorProperties TensorStorageMetadata "
+        "BytesStorageMetadata ChunkStorageMetadata StorageMeta _MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+        "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+        "torch": "Size float64 float32 float16 bfloat16 uint8 int8 int16 int32 int64 bool float8_e4m3fn float8_e5m2",
+        "torch.serialization": "_get_layout",
+        "pathlib": "PosixPath PurePosixPath",
+        "collections": "OrderedDict",
+    }
+
+    def find_class(self, module, name):
+        if name not in self._NAMES.get(module, "").split():
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
 def check_complete(folder: str) -> None:
     """ValueError if a torch_dist checkpoint is missing files or has truncated ones."""
     for name in (".metadata", "metadata.json"):  # the first is written after all shards
         if not os.path.isfile(os.path.join(folder, name)):
             raise ValueError(f"{folder} is not a complete checkpoint ({name} is missing): {_advice(folder)}")
-    for name, read in (("metadata.json", json.load), (".metadata", pickle.load)):
+    for name, read in (("metadata.json", json.load), (".metadata", lambda file: _MetadataOnly(file).load())):
         try:
             with open(os.path.join(folder, name), "rb") as file:
                 metadata = read(file)
@@ -126,7 +156,9 @@ def check_before_loading(args) -> None:
     folder = iteration_folder(args.load, args.ckpt_step)
     if folder is not None and os.path.realpath(folder) == os.path.realpath(args.load):
         # Megatron loads a run's folder and a step, and would start afresh from anything else
-        args.load, args.ckpt_step = os.path.dirname(os.path.abspath(folder)), int(os.path.basename(folder)[5:])
+        args.load = os.path.dirname(os.path.abspath(folder))
+        if (name := os.path.basename(os.path.normpath(folder))) != RELEASE:
+            args.ckpt_step = int(name.removeprefix("iter_"))
     if folder is None:
         same = args.save is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
         if not same:  # the usual way to start: --load and --save name the same, still empty folder
@@ -134,6 +166,12 @@ def check_before_loading(args) -> None:
         return
     check_complete(folder)
     saved = saved_arguments(folder)
+    if args.init_from_hf:
+        args.init_from_hf = False
+        _note(args, f"continuing from {folder}; --init-from-hf is for the first start.")
+    if os.path.basename(os.path.normpath(folder)) == RELEASE and not args.finetune:
+        args.finetune = True
+        _note(args, f"{folder} holds converted weights: training starts from them at iteration 0.")
     if not (args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False)):
         _check_optimizer(args, saved, folder)
         _check_schedule(args, saved, folder)
@@ -152,7 +190,7 @@ def check_before_loading(args) -> None:
 
 def _say_what_changes(args, saved: Namespace, folder: str) -> None:
     """A curriculum may change the objective's flags from run to run; it must not happen unseen."""
-    if args.finetune or args.rank != 0:
+    if args.finetune:
         return
     changed = {
         name: (getattr(saved, name), getattr(args, name))
@@ -160,7 +198,12 @@ def _say_what_changes(args, saved: Namespace, folder: str) -> None:
         if hasattr(saved, name) and hasattr(args, name) and getattr(saved, name) != getattr(args, name)
     }
     for name, (theirs, ours) in changed.items():
-        print(f"note: {folder} was trained with --{name.replace('_', '-')} {theirs}, this run goes on with {ours}.")
+        _note(args, f"{folder} was trained with --{name.replace('_', '-')} {theirs}, this run goes on with {ours}.")
+
+
+def _note(args, text: str) -> None:
+    if args.rank == 0:
+        print(f"note: {text}", flush=True)
 
 
 def _check_optimizer(args, saved: Namespace, folder: str) -> None:

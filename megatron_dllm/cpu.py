@@ -144,6 +144,9 @@ def _tensor_devices() -> None:
 
         return create
 
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # remembers the originals, by which `with torch.device(...)` goes
     for name in _FACTORIES:
         setattr(torch, name, factory(getattr(torch, name)))
     for name in _METHOD_FACTORIES:

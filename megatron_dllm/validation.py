@@ -232,6 +232,11 @@ def check_layout(args, mode: ModuleType) -> None:
         )
     if tp == 1 and args.sequence_parallel:
         raise ValueError("--sequence-parallel shards what tensor parallelism leaves whole: it needs TP > 1.")
+    if args.max_position_embeddings is not None and args.seq_length > args.max_position_embeddings:
+        raise ValueError(
+            f"--seq-length {args.seq_length} is longer than --max-position-embeddings {args.max_position_embeddings}: "
+            "shorten it, or raise the other if the model can be used further than it was trained."
+        )
     multiple = length_multiple(tp, args.sequence_parallel, cp)
     if args.pad_seq_len_divisible and args.pad_seq_len_divisible % multiple:
         raise ValueError(

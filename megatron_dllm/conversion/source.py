@@ -21,6 +21,16 @@ def family_of(config: dict, name: str = "auto") -> Family:
     return recognise(config) if name == "auto" else get_family(name)
 
 
+def check_source(args: Namespace) -> None:
+    """Look at the folder that a run begins from, before anything is built. Raises ValueError."""
+    source = Source(args.hf_model, get_family(args.dllm_family), args)
+    if args.vocab_size < source.args.vocab_size:
+        raise ValueError(
+            f"--vocab-size {args.vocab_size} is smaller than the {source.args.vocab_size} rows of {args.hf_model}: "
+            "leave it out, or raise it for new tokens."
+        )
+
+
 class Source:
     """The weights of a folder under Megatron's names.
 

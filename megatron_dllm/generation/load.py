@@ -54,6 +54,8 @@ _NEUTRAL = dict(
     exit_signal_handler=False,
     exit_signal_handler_for_training=False,
     async_save=False,
+    init_from_hf=False,
+    save_hf_interval=None,
     use_persistent_ckpt_worker=False,
 )
 
@@ -115,8 +117,7 @@ def plan(
     if folder is None or not os.path.isdir(folder):
         missing = f"{TRACKER} is missing" if folder is None else f"there is no {os.path.basename(folder)}"
         raise ValueError(f"--load {path} holds no checkpoint ({missing}): give a run's folder or an iter_ folder.")
-    check_complete(folder)
-    args = _saved(folder)
+    args = saved_run(folder)
     saved_mask = args.dllm_mask_token_id
     if mask_token_id is not None and mask_token_id != saved_mask:
         raise ValueError(
@@ -133,8 +134,7 @@ def plan(
         )
     if saved_mask is not None:
         check_mask_token(saved_mask, args.vocab_size, tokenizer)
-    _set_layout(args, tensor_model_parallel_size)
-    vars(args).update(_NEUTRAL | (_GPU if torch.cuda.is_available() else _CPU))
+    neutralise(args, tensor_model_parallel_size)
     if bf16:
         args.bf16, args.fp16, args.params_dtype = True, False, torch.bfloat16
     if args.transformer_impl == "transformer_engine" and not torch.cuda.is_available():
@@ -143,7 +143,15 @@ def plan(
     return Plan(folder, args, tokenizer)
 
 
-def _saved(folder: str) -> Namespace:
+def neutralise(args: Namespace, tensor_model_parallel_size: int = 1) -> None:
+    """Turn a training run's arguments into those of one that only reads weights on the launched processes."""
+    _set_layout(args, tensor_model_parallel_size)
+    vars(args).update(_NEUTRAL | (_GPU if torch.cuda.is_available() else _CPU))
+
+
+def saved_run(folder: str) -> Namespace:
+    """Arguments of the complete checkpoint `folder`, written by this program. ValueError if it is none."""
+    check_complete(folder)
     try:
         args = saved_arguments(folder)
     except ValueError:

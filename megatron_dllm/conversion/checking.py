@@ -1,0 +1,95 @@
+"""Do a Hugging Face folder and a Megatron checkpoint compute the same? The proof is in the logits, not the tensors."""
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dllm.conversion.source import Source, family_of
+from megatron_dllm.generation.load import build, plan
+from megatron_dllm.models import get_family
+from megatron_dllm.models.hf import read_config
+from megatron_dllm.modes import MODES
+from megatron_dllm.modes.base import NUM_ATTRIBUTES, POSITION, Rule
+
+BLOCK = 8
+RULES: dict[str, Rule] = {
+    "full": lambda q, k: (q[..., POSITION] >= 0) & (k[..., POSITION] >= 0),
+    "block-causal": lambda q, k: q[..., POSITION] // BLOCK >= k[..., POSITION] // BLOCK,
+    "causal": lambda q, k: q[..., POSITION] >= k[..., POSITION],
+}
+
+
+@dataclass
+class Comparison:
+    """differences: largest |difference| of a logit by attention rule; largest: largest |logit|; tokens: compared."""
+
+    differences: dict[str, float]
+    largest: float
+    tokens: int
+
+
+def compare(path: str, load: str, step: int | None = None, text: str = "") -> Comparison:
+    """Logits of both on `text`, in fp32, under three attention rules. Holds both models in memory.
+
+    The folder's side is the transformers class that the family equals, filled with the folder's tensors by name.
+    Raises ValueError (one sentence) for a folder or checkpoint that cannot be read.
+    """
+    planned = plan(load, step=step, tokenizer_model=path if os.path.isdir(path) else None)
+    planned.args.bf16, planned.args.fp16, planned.args.params_dtype = False, False, torch.float32
+    ids = planned.tokenizer.encode(text)
+    if not ids:
+        raise ValueError("--text has no tokens: give a longer one.")
+    tokens_BQ = torch.tensor([ids])
+    theirs = reference_model(path)
+    attributes_BQA = torch.zeros(1, len(ids), NUM_ATTRIBUTES, dtype=torch.int32)
+    attributes_BQA[..., POSITION] = torch.arange(len(ids))
+    mode = MODES[planned.args.dllm_mode]
+    own_rule = mode.visible
+    current = {"rule": own_rule}
+    mode.visible = lambda q, k: current["rule"](q, k)
+    try:
+        ours = build(planned).model
+    finally:
+        mode.visible = own_rule
+    differences, largest = {}, 0.0
+    for name, rule in RULES.items():
+        current["rule"] = rule
+        allowed = rule(attributes_BQA[:, :, None], attributes_BQA[:, None])
+        mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[:, None]
+        with torch.no_grad():
+            expected = theirs(input_ids=tokens_BQ, attention_mask=mask, use_cache=False).logits
+            # attributes of their own, because masks are remembered by attributes
+            logits = ours(tokens_BQ, torch.arange(len(ids))[None], attributes_BQA.clone())
+        differences[name] = (logits[..., : expected.shape[-1]] - expected).abs().max().item()
+        largest = max(largest, expected.abs().max().item())
+    return Comparison(differences, largest, len(ids))
+
+
+def reference_model(path: str) -> torch.nn.Module:
+    """The transformers model that a folder of any family equals, in fp32."""
+    import transformers
+
+    config = read_config(path)
+    family = family_of(config)
+    stock = get_family(family.stock or family.name)
+    args = Namespace(**family.read(config))
+    stock_config = dict(config) if stock is family else stock.write(args)
+    stock_config.pop("auto_map", None)
+    settings = getattr(transformers, stock.transformers_config)(**stock_config, attn_implementation="eager")
+    with torch.device("meta"):
+        model = getattr(transformers, stock.architecture)(settings)
+    source, mapping = Source(path, family, args), stock.mapping(args)
+    state = {}
+    for key, places in mapping.places.items():
+        pieces = []
+        for name, start, rows in sorted(places, key=lambda place: (place[2].index or 0, place[2].start)):
+            pieces.append(source.read(name, start, start + rows.stop - rows.start).float())
+        state[key] = torch.cat(pieces).view(mapping.hf[key])
+    return _filled(model, state, settings)
+
+
+def _filled(model, state: dict, settings) -> torch.nn.Module:
+    """from_pretrained with tensors instead of a folder: transformers itself fuses experts and ties heads."""
+    return type(model).from_pretrained(None, config=settings, state_dict=state, dtype=torch.float32).eval()

@@ -1,0 +1,201 @@
+"""A Megatron checkpoint, saved in any layout, becomes a Hugging Face folder, streamed."""
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dllm.checkpoint import TRACKER, iteration_folder
+from megatron_dllm.conversion.defaults import has_tokenizer
+from megatron_dllm.generation.load import neutralise, saved_run
+from megatron_dllm.models import FAMILIES, get_family, recognise
+from megatron_dllm.models.family import Family
+from megatron_dllm.models.hf import Folder, FolderWriter, read_config
+from megatron_dllm.models.weights import Mapping
+
+_TOKENIZER_FILES = (
+    "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
+    "merges.txt chat_template.jinja chat_template.json vocab.txt spiece.model"
+).split()
+
+
+@dataclass
+class Export:
+    """A checkpoint that has been looked at. config: what will be config.json."""
+
+    folder: str
+    args: Namespace
+    family: Family
+    mapping: Mapping
+    config: dict
+    reference: str | None
+
+
+def plan(path: str, step: int | None = None, reference: str | None = None, family: str = "auto") -> Export:
+    """Everything that can be wrong with an export, found before anything is written. Raises ValueError (one sentence).
+
+    path: a run's folder, or that of an iteration. reference: a Hugging Face folder whose configuration, tokenizer and
+    code go with the weights; default: the one that the run began from, if it is still there. family: the name of the
+    form to write, "auto" (the reference's, else the run's own, else the first that can express the model) or
+    "transformers" (one that transformers has a class for).
+    """
+    folder = iteration_folder(path, step)
+    if folder is None or not os.path.isdir(folder):
+        raise ValueError(f"--load {path} holds no checkpoint ({TRACKER} is missing): give a run's folder or an iteration's.")
+    args = saved_run(folder)
+    if reference is None:
+        own = getattr(args, "hf_model", None)
+        reference = own if own and os.path.isdir(own) else None
+    their_config = None if reference is None else read_config(reference)
+    chosen = _choose(args, family, their_config)
+    config = chosen.write(args)
+    keys = None
+    if their_config is not None and recognise(their_config) is chosen:
+        config = _like(their_config, config, chosen)
+        keys = Folder(reference).shapes  # of two layouts of experts, the reference's
+    elif their_config is not None:
+        config |= {key: their_config[key] for key in _IDS if key in their_config}
+    config |= _identity(args)
+    return Export(folder, args, chosen, chosen.mapping(args, keys), config, reference)
+
+
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+
+
+def _choose(args: Namespace, name: str, reference: dict | None) -> Family:
+    own = getattr(args, "dllm_family", None)
+    if name == "auto" and (reference is not None or own is not None):
+        return recognise(reference) if reference is not None else get_family(own)
+    if name == "transformers" and own is not None:
+        return get_family(get_family(own).stock or own)
+    if name not in ("auto", "transformers"):
+        return get_family(name)
+    reasons = []
+    for family in FAMILIES.values():
+        if family.has_own_code:
+            continue
+        try:
+            family.write(args)
+            return family
+        except ValueError as error:
+            reasons.append(str(error))
+    raise ValueError(f"no family of transformers is like this model: {' '.join(reasons)}")
+
+
+def _like(reference: dict, config: dict, family: Family) -> dict:
+    """The reference's configuration, in its own notation, with what has changed since (a larger vocabulary)."""
+    theirs, ours = family.read(reference), family.read(reference | config)
+    if theirs == ours:
+        return dict(reference)
+    if {k: v for k, v in theirs.items() if k != "vocab_size"} == {k: v for k, v in ours.items() if k != "vocab_size"}:
+        sizes = {key: config[key] for key in ("vocab_size", "embedding_size") if key in config}
+        return reference | sizes
+    changed = next(name for name in ours if theirs.get(name) != ours[name])
+    raise ValueError(
+        f"the reference's config.json means --{changed.replace('_', '-')} {theirs[changed]}, the checkpoint has "
+        f"{ours[changed]}: give the reference that it was made from, or none."
+    )
+
+
+def _identity(args: Namespace) -> dict:
+    """What a diffusion model's folder must say: its mask token (one source for training and sampling) and precision."""
+    dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    mask = getattr(args, "dllm_mask_token_id", None)
+    return dict(dtype=dtype) | ({} if mask is None else dict(mask_token_id=mask))
+
+
+def run(
+    planned: Export,
+    save: str,
+    max_shard_bytes: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+    progress: Callable = lambda items: items,
+) -> dict:
+    """Write the folder `save`. dtype: of all weights but the experts' selection bias; default: as they are saved.
+
+    Returns {"tensors": ..., "bytes": ..., "files": ...}. Nothing is left behind if it fails.
+    """
+    from megatron_dllm.conversion import torch_dist
+    from megatron_dllm.conversion.skeleton import skeleton
+
+    neutralise(planned.args)
+    planned.args.transformer_impl = "local"  # the same weights under the same names
+    saved_metadata = _content_metadata(planned.folder)
+    model = skeleton(planned.args)
+    pieces, _ = torch_dist.pieces(model, saved_metadata)
+    reader = torch_dist.Reader(planned.folder, pieces)
+    mapping = planned.mapping
+    stored = lambda name: reader.dtype(name) if dtype is None or name.endswith("expert_bias") else dtype
+    tensors = {key: (shape, stored(mapping.places[key][0][0])) for key, shape in mapping.hf.items()}
+    writer = FolderWriter(save, tensors, max_shard_bytes)
+    writer.start()
+    try:
+        for name, (shape, pieces) in progress(mapping.megatron.items()):
+            weight = reader.read(name, shape[0]).to(stored(name))
+            row = 0
+            for piece in pieces:
+                rows = weight[row : row + piece.stop - piece.start]
+                writer.write(piece.key, piece.start, rows, piece.index)
+                row += len(rows)
+        writer.close()
+        _write_surroundings(planned, writer.part, dtype)
+        writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+    return dict(tensors=len(tensors), bytes=writer.total_bytes, files=len(writer.shards))
+
+
+def _content_metadata(folder: str) -> dict:
+    """How the checkpoint was arranged, for Megatron to find its weights again."""
+    from megatron.core import dist_checkpointing
+
+    return dict(dist_checkpointing.load_content_metadata(folder) or {})
+
+
+def _write_surroundings(planned: Export, folder: str, dtype: torch.dtype | None) -> None:
+    """config.json, generation_config.json, tokenizer and modelling code."""
+    config = dict(planned.config)
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    if "torch_dtype" in config:  # the older name, in the reference's notation
+        config["torch_dtype"] = config.pop("dtype")
+    _write_json(os.path.join(folder, "config.json"), config)
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    reference = planned.reference
+    if reference is not None:
+        path = os.path.join(reference, "generation_config.json")
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8") as file:
+                generation |= json.load(file)
+        code = planned.config.get("auto_map") is not None
+        for name in sorted(os.listdir(reference)):
+            wanted = name in _TOKENIZER_FILES or (code and name.endswith(".py"))
+            if wanted and os.path.isfile(os.path.join(reference, name)):
+                shutil.copy(os.path.join(reference, name), os.path.join(folder, name))
+    if not has_tokenizer(folder):
+        _write_tokenizer(planned.args, folder)
+    if "mask_token_id" in config:
+        generation["mask_token_id"] = config["mask_token_id"]
+    _write_json(os.path.join(folder, "generation_config.json"), generation)
+
+
+def _write_tokenizer(args: Namespace, folder: str) -> None:
+    """The run's own, if transformers has a form for it."""
+    path = args.tokenizer_model
+    if args.tokenizer_type == "HuggingFaceTokenizer" and path and os.path.isdir(path):
+        for name in _TOKENIZER_FILES:
+            if os.path.isfile(os.path.join(path, name)):
+                shutil.copy(os.path.join(path, name), os.path.join(folder, name))
+    elif path and os.path.isfile(path):
+        shutil.copy(path, os.path.join(folder, "tokenizer.model"))
+
+
+def _write_json(path: str, content: dict) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")

@@ -1,0 +1,96 @@
+"""A Hugging Face folder becomes a Megatron checkpoint, streamed: memory holds one tensor at a time."""
+
+import os
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dllm.checkpoint import RELEASE, TRACKER
+from megatron_dllm.conversion.defaults import folder_defaults
+from megatron_dllm.conversion.source import Source, family_of
+from megatron_dllm.models.family import Family
+from megatron_dllm.models.hf import read_config
+
+_PRECISIONS = {torch.float32: [], torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}
+
+
+@dataclass
+class Import:
+    """A folder that has been looked at. args: what the checkpoint will say about itself."""
+
+    source: Source
+    family: Family
+    args: Namespace
+
+
+def plan(path: str, family: str = "auto", mode: str | None = None, mask_token_id: int | None = None) -> Import:
+    """Everything that can be wrong with a folder, found before anything is written. Raises ValueError (one sentence).
+
+    mode, mask_token_id: for which objective, default the family's usual one.
+    """
+    from megatron_dllm.arguments import read_command_line
+
+    config = read_config(path)
+    chosen = family_of(config, family)
+    mode = mode or chosen.mode or "mdlm"
+    defaults = folder_defaults(path, chosen)
+    source = Source(path, chosen, Namespace(**defaults))
+    argv = ["--dllm-mode", mode, "--hf-model", path, "--seq-length", str(defaults["max_position_embeddings"])]
+    argv += "--micro-batch-size 1 --lr 0 --train-iters 1 --sft-data-path none".split()
+    argv += _PRECISIONS[source.dtype("embedding.word_embeddings.weight")]
+    if mask_token_id is not None:
+        argv += ["--dllm-mask-token-id", str(mask_token_id)]
+    before = sys.argv
+    sys.argv = [before[0], *argv]
+    try:
+        args, tokenizer = read_command_line()
+    finally:
+        sys.argv = before
+    args.sft_data_path = [] if tokenizer.chat_template else None  # how it wants to be asked
+    args.no_save_optim, args.no_save_rng = True, True
+    return Import(source, chosen, args)
+
+
+def run(planned: Import, save: str, progress: Callable = lambda items: items) -> dict:
+    """Write `save`/release and the tracker file that names it. progress: wraps the list of weights (tqdm).
+
+    Returns {"tensors": ..., "bytes": ...}. Nothing is left behind if it fails.
+    """
+    from megatron_dllm.conversion import torch_dist
+    from megatron_dllm.conversion.skeleton import content_metadata, skeleton
+
+    source, args = planned.source, planned.args
+    model = skeleton(args)
+    metadata = content_metadata()
+    pieces, objects = torch_dist.pieces(model, metadata)
+    written = dict(tensors=0, bytes=0)
+    ticks = iter(progress(pieces))
+
+    def read(piece: torch_dist.Piece) -> torch.Tensor:
+        next(ticks)
+        rows = source.read(piece.name, piece.start, piece.start + piece.rows)
+        written["tensors"] += 1
+        written["bytes"] += rows.nbytes
+        return rows
+
+    metadata.pop("dp_cp_group")
+    common = dict(args=args, checkpoint_version=3.0, iteration=0, content_metadata=metadata)
+    part = os.path.join(save, RELEASE + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    os.makedirs(part)
+    try:
+        with redirect_stdout(sys.stderr):
+            torch_dist.write(part, pieces, objects, source.dtype, read, common)
+        list(ticks)  # lets a progress bar end
+        os.rename(part, os.path.join(save, RELEASE))
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    with open(os.path.join(save, TRACKER), "w") as file:
+        file.write(RELEASE)
+    return written
