@@ -3,6 +3,7 @@
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail, parse_arguments
 from megatron_dllm.checkpoint import check_before_loading
+from megatron_dllm.conversion.exporting import check_expressible
 from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.launch import default_to_one_process
@@ -16,6 +17,8 @@ def main() -> None:
         check_before_loading(args)
         if args.init_from_hf:
             check_source(args)
+        if args.save_hf_interval:
+            check_expressible(args)
         datasets = build_datasets(args, tokenizer)
     except (ValueError, OSError) as error:
         fail(error)

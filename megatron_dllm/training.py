@@ -19,6 +19,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import is_last_rank, print_rank_last
 
 from megatron_dllm import fixes
+from megatron_dllm.conversion.background import Exporter
 from megatron_dllm.conversion.source import Source, load_into
 from megatron_dllm.data.datasets import Datasets
 from megatron_dllm.data.stream import StepStream, build_stream
@@ -31,6 +32,7 @@ from megatron_dllm.modes.base import LossTerm
 from megatron_dllm.parallel import RankBatch
 
 loss_curves = LossCurves()
+exporter = Exporter()
 term_weights: dict[str, float] = {}  # of the last micro-batch's loss terms
 
 
@@ -158,6 +160,7 @@ class _Hooks:
         self.train_step = megatron_training.train_step
         self.training_log = megatron_training.training_log
         self.megatron_evaluate = megatron_training.evaluate
+        self.megatron_save = megatron_training.save_checkpoint
         self.seconds = 0.0
         self.steps_verified = 0
 
@@ -172,6 +175,13 @@ class _Hooks:
         result = self.train_step(forward_step_func, data_iterator, *args, **kwargs)
         self.seconds = time.perf_counter() - start  # the optimizer step has synchronised the device
         _learn_from_step(result[0])
+        return result
+
+    def save(self, iteration, *args, **kwargs):
+        result = self.megatron_save(iteration, *args, **kwargs)
+        every = get_args().save_hf_interval
+        if every and iteration % every == 0 and torch.distributed.get_rank() == 0:
+            exporter.start(get_args().save, iteration)
         return result
 
     def evaluate(self, *args, **kwargs):
@@ -238,6 +248,7 @@ def install() -> _Hooks:
     megatron_training.train_step = hooks.step
     megatron_training.training_log = hooks.log
     megatron_training.evaluate = hooks.evaluate
+    megatron_training.save_checkpoint = hooks.save
     return hooks
 
 
@@ -248,6 +259,13 @@ def pretrain(args, datasets: Datasets, store=None) -> None:
     term_weights.clear()
     if datasets.valid is None and datasets.test is None:
         args.eval_iters = 0  # nothing to evaluate on: Megatron would ask for samples all the same
+    try:
+        _pretrain(args, datasets, store)
+    finally:
+        exporter.wait()
+
+
+def _pretrain(args, datasets: Datasets, store) -> None:
     megatron_training.pretrain(
         pretrain_cfg_container_from_args(args, None),
         data_provider(datasets),

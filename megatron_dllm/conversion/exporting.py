@@ -66,6 +66,11 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 
 
+def check_expressible(args: Namespace) -> None:
+    """ValueError unless a run of these arguments can be exported as --save-hf-interval does it."""
+    _choose(args, "auto", None if args.hf_model is None else read_config(args.hf_model)).write(args)
+
+
 def _choose(args: Namespace, name: str, reference: dict | None) -> Family:
     own = getattr(args, "dllm_family", None)
     if name == "auto" and (reference is not None or own is not None):
