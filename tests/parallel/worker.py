@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
+from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_dllm.arguments import parse_arguments
 from megatron_dllm.checkpoint import check_before_loading
@@ -188,6 +189,18 @@ def clean_up() -> None:
     training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
 
 
+def _cached_by_class(docstrings):
+    """The method's result by its argument, whichever factory asks."""
+    known = {}
+
+    def cached(factory, source_class):
+        if source_class not in known:
+            known[source_class] = docstrings(factory, source_class)
+        return known[source_class]
+
+    return cached
+
+
 def shared_store(rank: int, world: int, folder: Path) -> dist.TCPStore:
     """Rank 0 lets the system choose the port, so that two pools on one machine never meet."""
     timeout = datetime.timedelta(seconds=SECONDS_PER_CASE)
@@ -208,6 +221,10 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     install()
+    # A case parses Megatron's arguments anew and collects garbage several times: neither needs to start from nothing.
+    ArgumentGroupFactory._get_field_docstrings = _cached_by_class(ArgumentGroupFactory._get_field_docstrings)
+    gc.collect()
+    gc.freeze()
     store = shared_store(rank, world, Path(os.environ["POOL_FOLDER"]))
     for line in sys.stdin:
         case = json.loads(line)
