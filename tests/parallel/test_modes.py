@@ -102,20 +102,50 @@ def test_attention_in_tiles(family, kind, name):
 PLACE = 17  # of 64, in block 3 of 5 tokens
 
 
+def rows(family, name: str, **disturbance) -> dict[str, float]:
+    """What each noisy row of the first step costs, by sample and place."""
+    found = {}
+    results = family.run(*LAYOUTS[name], record_nll=True, **disturbance)
+    for result in results:
+        found.update(result["nll"].get("dllm", {}))
+    assert "change_padding" not in disturbance or sum(result.get("padding", 0) for result in results) > 50
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ("CP2 a2a", "PP2 CP2"))
+def test_padding_and_other_documents_move_nothing(family, mode, name):
+    """To the last bit, whatever the padding holds; other tokens in a sample's last document move rows of it alone."""
+    chat, text = family("chat", MODES[mode]), family("text", MODES[mode])
+    before = rows(chat, name)
+    assert before == rows(chat, name, change_padding=True) and len(before) > 50
+    before, after = rows(text, name), rows(text, name, change_last_document=True)
+    changed, same = set(), set()
+    for key in before:
+        sample, _, place = key.partition(":")
+        (changed if before[key] != after[key] else same).add((int(sample), int(place)))
+    for sample in {sample for sample, _ in changed}:
+        first = min(place for s, place in changed if s == sample)
+        assert not {place for s, place in same if s == sample and place > first}
+    assert len(same) > 50 and len(changed) > 50
+
+
+@pytest.mark.parametrize("name", ("CP2 a2a", "CP2 all_gather", "PP2", "PP2 CP2"))
+def test_self_correction_never_sees_an_answer(family, name):
+    """Another clean token under the mask moves the row that predicts it and no other."""
+    text = family("text", MODES["scdd"])
+    before, after = rows(text, name), rows(text, name, change_clean_token=PLACE)
+    changed = {int(key.partition(":")[2]) for key in before if before[key] != after[key]}
+    assert changed == {PLACE} and before.keys() == after.keys() and len(before) > 100
+
+
 @pytest.mark.parametrize("mode", BLOCKS)
 @pytest.mark.parametrize("name", ("CP2 a2a", "CP2 all_gather", "PP2", "PP2 CP2"))
 def test_no_answer_is_visible_in_any_layout(family, mode, name):
     """Another clean token at a noised place: of its sample, the nll of noisy rows in its block and before stays as it
     is to the last bit (but for the row that predicts it), that of later blocks does not."""
     text = family("text", MODES[mode])
-    processes, flags = LAYOUTS[name]
-    runs = []
-    for place in (None, PLACE):
-        nll = {}
-        for result in text.run(processes, flags, record_nll=True, change_clean_token=place):
-            nll.update(result["nll"].get("dllm", {}))
-        runs.append(nll)
-    before, after = runs
+    before, after = rows(text, name), rows(text, name, change_clean_token=PLACE)
     assert before.keys() == after.keys() and len(before) > 100
     predicts_it = PLACE - (mode == "idlm")
     changed, same = set(), set()

@@ -35,6 +35,7 @@ from megatron_dllm.data.stream import Collate, CorruptedSamples, Split
 from megatron_dllm.models import init as weights
 from megatron_dllm.models.dlm import ScoreView
 from megatron_dllm.modes import get_mode
+from megatron_dllm.modes.base import DOCUMENT
 from megatron_dllm.parallel import rank_positions
 from megatron_dllm.training import install, pretrain
 from tests.parallel.naive import naive_loss
@@ -47,6 +48,7 @@ class Observation:
 
     def __init__(self, case: dict):
         self.case = case
+        self.places: dict[int, tuple] = {}
         self.result = dict(losses=[], grad_norms=[], rates=[], reports=[], evaluations=[], indices=[], noise={}, nll={})
 
     @contextlib.contextmanager
@@ -54,16 +56,16 @@ class Observation:
         names = "train_step evaluate finalize_model_grads setup_model_and_optimizer".split()
         originals = {name: getattr(training, name) for name in names}
         collate = Collate.__call__
-        weighted_nll = ScoreView.weighted_nll
+        head = ScoreView._head
         Collate.__call__ = lambda this, samples: self.note_noise(samples) or self.note_rows(collate(this, samples))
-        ScoreView.weighted_nll = lambda view, term: self.note_nll(view, term, weighted_nll(view, term))
+        ScoreView._head = lambda view, term, **options: self.note_nll(view, term, head(view, term, **options))
         for name in names:
             setattr(training, name, functools.partial(getattr(self, name), originals[name]))
         try:
             yield
         finally:
             Collate.__call__ = collate
-            ScoreView.weighted_nll = weighted_nll
+            ScoreView._head = head
             for name, original in originals.items():
                 setattr(training, name, original)
 
@@ -77,13 +79,24 @@ class Observation:
             for c in samples:
                 if c.noised_S[place]:  # then x_t does not show it
                     c.sample.tokens_S[place] = (c.sample.tokens_S[place] + 1) % 64
+        if self.case.get("change_last_document"):
+            for c in samples:
+                last = c.sample.document_S == c.sample.document_S.max()
+                for tokens in (c.sample.tokens_S, c.x_t_S):
+                    tokens[last] = (tokens[last] + 1) % 64
         for c in samples:
             parts = (c.sample.tokens_S, c.x_t_S, c.noised_S, c.weight_S)
             digest = hashlib.blake2b(b"".join(part.numpy().tobytes() for part in parts), digest_size=8).hexdigest()
             self.result["noise"].setdefault(str(c.sample.index), digest)
 
     def note_rows(self, batch):
-        """Which (sample, place in the model input) each scored row is."""
+        """Which (sample, place in the model input) each scored row is; optionally, other padding."""
+        if self.case.get("change_padding") and batch.attributes_BQA is not None:
+            n = batch.tokens_BQ.shape[1]
+            start = n * mpu.get_context_parallel_rank()
+            padding = batch.attributes_BQA[:, start : start + n, DOCUMENT] < 0
+            batch.tokens_BQ[padding] = 65
+            self.result["padding"] = self.result.get("padding", 0) + int(padding.sum())
         if self.case.get("record_nll"):
             args = get_args()
             streams = get_mode(args.dllm_mode).streams(args)
@@ -91,13 +104,14 @@ class Observation:
             own = rank_positions(length, streams, args.context_parallel_size, mpu.get_context_parallel_rank())
             B = len(batch.index)
             for term in batch.terms.values():
-                term.places = [f"{batch.index[row % B]}:{own[row // B]}" for row in term.rows_N.tolist()]
+                places = [f"{batch.index[row % B]}:{own[row // B]}" for row in term.rows_N.tolist()]
+                self.places[id(term)] = (term, places)
         return batch
 
     def note_nll(self, view, term: str, total):
         """The nll of every row that the first step scores."""
         if self.case.get("record_nll") and not self.result["losses"]:
-            places = view._terms[term].places
+            _, places = self.places[id(view._terms[term])]
             self.result["nll"].setdefault(term, {}).update(zip(places, view.nll[term].tolist(), strict=True))
         return total
 
