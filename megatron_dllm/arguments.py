@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_rope_scaling,
         default=None,
         metavar="JSON",
-        help='Scaled rotary embeddings in transformers\' notation: {"rope_type": "yarn", "factor": 16, ...}; the base is '
-        "--rotary-base.",
+        help='Scaled rotary embeddings in transformers\' notation, {"rope_type": "yarn", "factor": 16, ...}; the base '
+        "is --rotary-base.",
     )
     group.add_argument(
         "--dllm-mask-token-id", type=int, default=None, help="Id of the mask token; default: the tokenizer's."

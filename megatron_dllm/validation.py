@@ -203,8 +203,8 @@ def check_conversion(args, given: set[str]) -> None:
         return
     if args.save is None or args.save_hf_interval < 1 or args.save_hf_interval % args.save_interval:
         raise ValueError(
-            f"--save-hf-interval {args.save_hf_interval} converts checkpoints of this run: give --save and a multiple of "
-            "--save-interval."
+            f"--save-hf-interval {args.save_hf_interval} converts checkpoints of this run: give --save and a multiple "
+            "of --save-interval."
         )
     if args.async_save:
         raise ValueError("--save-hf-interval reads checkpoints that --async-save may not have finished: remove one.")

@@ -11,6 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron_dllm.models.hf import read_config
+
 VOCABULARY = 91  # odd on purpose
 SHAPE = dict(
     vocab_size=VOCABULARY,
@@ -100,7 +102,7 @@ def make(name: str, folder, dtype=torch.float32, shape: dict | None = None, shar
     if rename := RENAME.get(name):
         assert shards is None
         file = os.path.join(path, "model.safetensors")
-        saved, their_config = load_file(file), json.load(open(os.path.join(path, "config.json")))
+        saved, their_config = load_file(file), read_config(path)
         tensors, new_config = rename(saved, their_config)
         save_file({key: value.contiguous() for key, value in tensors.items()}, file, metadata={"format": "pt"})
         with open(os.path.join(path, "config.json"), "w") as out:

@@ -9,6 +9,7 @@ exported. Runs on the CPU of one process; docs/checkpoints.md lists the families
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -22,16 +23,24 @@ from megatron_dllm.launch import quiet
 from megatron_dllm.models import FAMILIES
 from megatron_dllm.models.hf import check_new_folder
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def shard_size(text: str) -> int:
     """Bytes of "5GB" and the like."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B)?", text.strip().upper())
-    if not found or float(found[1]) <= 0:
+    size = int(float(found[1]) * _UNITS[found[2] or "B"]) if found else 0
+    if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write it like 5GB or 500MB.")
-    return int(float(found[1]) * _UNITS[found[2] or ""]) if found[2] != "B" else int(float(found[1]))
+    return size
+
+
+def tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: give a number from 0 to 1.")
+    return value
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -61,7 +70,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--load", required=True, metavar="RUN")
     add("--ckpt-step", type=int, metavar="N")
     add("--text", default="The capital of France is Paris, and the sea is blue.", help="default: %(default)s")
-    add("--tolerance", type=float, default=1e-4, help="largest difference, of the largest logit (%(default)s)")
+    add("--tolerance", type=tolerance, default=1e-4, help="largest difference, of the largest logit (%(default)s)")
     return parser.parse_args(argv)
 
 
@@ -84,7 +93,7 @@ def import_folder(options: argparse.Namespace) -> None:
     print(
         f"{options.hf_model}: a {planned.family.name} model, {len(planned.source.mapping.hf)} tensors -> "
         f"{done['tensors']} weights, {done['bytes'] / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s.\n"
-        f"{options.save} is ready for --dllm-mode {args.dllm_mode} (mask token {args.dllm_mask_token_id}) or another mode."
+        f"{options.save} is ready for --dllm-mode {args.dllm_mode} (mask token {args.dllm_mask_token_id}) or another."
     )
 
 
@@ -122,11 +131,11 @@ def check(options: argparse.Namespace) -> None:
         result = checking.compare(options.hf_model, options.load, options.ckpt_step, options.text)
     for rule, difference in result.differences.items():
         print(f"{rule:12} attention: largest difference {difference:.2e} of logits up to {result.largest:.1f}")
-    worst = max(result.differences.values())
-    if worst > options.tolerance * result.largest:
+    worst = max(result.differences.values(), key=lambda x: math.inf if math.isnan(x) else x)
+    if not worst <= options.tolerance * result.largest:  # not a number is not equal either
         raise ValueError(
-            f"the logits differ by {worst:.2e}, more than --tolerance {options.tolerance} allows: {options.load} does not "
-            f"hold the weights of {options.hf_model}."
+            f"the logits differ by {worst:.2e}, more than --tolerance {options.tolerance} allows: {options.load} does "
+            f"not hold the weights of {options.hf_model}."
         )
     print(f"{result.tokens} tokens: equal.")
 

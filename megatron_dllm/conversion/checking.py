@@ -43,6 +43,12 @@ def compare(path: str, load: str, step: int | None = None, text: str = "") -> Co
         raise ValueError("--text has no tokens: give a longer one.")
     tokens_BQ = torch.tensor([ids])
     theirs = reference_model(path)
+    known = theirs.config.vocab_size
+    if planned.args.vocab_size < known or max(ids) >= known:
+        raise ValueError(
+            f"{path} knows {known} tokens, {load} {planned.args.vocab_size} and its tokenizer needs {max(ids) + 1}: "
+            "they are not of one model."
+        )
     attributes_BQA = torch.zeros(1, len(ids), NUM_ATTRIBUTES, dtype=torch.int32)
     attributes_BQA[..., POSITION] = torch.arange(len(ids))
     mode = MODES[planned.args.dllm_mode]

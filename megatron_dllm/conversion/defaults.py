@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about a run: architecture, token ids and tokenizer, as defaults of Megatron's flags."""
+"""What a Hugging Face folder says about a run: architecture, token ids, tokenizer, as defaults of Megatron's flags."""
 
 import json
 import os
@@ -11,7 +11,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def folder_defaults(path: str, family: Family | None = None) -> dict:
-    """Defaults for a run that names the folder. Raises ValueError (one sentence) for a model that is not implemented."""
+    """Defaults for a run that names the folder. Raises ValueError (one sentence) for what is not implemented."""
     config = read_config(path)
     family = family or recognise(config)
     defaults = family.read(config) | family.suggested | dict(dllm_family=family.name)

@@ -14,7 +14,7 @@ from megatron_dllm.conversion.defaults import has_tokenizer
 from megatron_dllm.generation.load import neutralise, saved_run
 from megatron_dllm.models import FAMILIES, get_family, recognise
 from megatron_dllm.models.family import Family
-from megatron_dllm.models.hf import Folder, FolderWriter, read_config
+from megatron_dllm.models.hf import Folder, FolderWriter, check_new_folder, read_config
 from megatron_dllm.models.weights import Mapping
 
 _TOKENIZER_FILES = (
@@ -25,13 +25,14 @@ _TOKENIZER_FILES = (
 
 @dataclass
 class Export:
-    """A checkpoint that has been looked at. config: what will be config.json."""
+    """A checkpoint that has been looked at. config, generation: what will be config.json, generation_config.json."""
 
     folder: str
     args: Namespace
     family: Family
     mapping: Mapping
     config: dict
+    generation: dict
     reference: str | None
 
 
@@ -45,7 +46,8 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
     """
     folder = iteration_folder(path, step)
     if folder is None or not os.path.isdir(folder):
-        raise ValueError(f"--load {path} holds no checkpoint ({TRACKER} is missing): give a run's folder or an iteration's.")
+        missing = f"{TRACKER} is missing" if folder is None else f"there is no {os.path.basename(folder)}"
+        raise ValueError(f"--load {path} holds no checkpoint ({missing}): give a run's folder or an iteration's.")
     args = saved_run(folder)
     if reference is None:
         own = getattr(args, "hf_model", None)
@@ -60,7 +62,10 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
     elif their_config is not None:
         config |= {key: their_config[key] for key in _IDS if key in their_config}
     config |= _identity(args)
-    return Export(folder, args, chosen, chosen.mapping(args, keys), config, reference)
+    generation = {key: config[key] for key in _IDS[:3] if key in config} | _generation_config(reference)
+    if "mask_token_id" in config:
+        generation["mask_token_id"] = config["mask_token_id"]
+    return Export(folder, args, chosen, chosen.mapping(args, keys), config, generation, reference)
 
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
@@ -69,6 +74,17 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 def check_expressible(args: Namespace) -> None:
     """ValueError unless a run of these arguments can be exported as --save-hf-interval does it."""
     _choose(args, "auto", None if args.hf_model is None else read_config(args.hf_model)).write(args)
+
+
+def _generation_config(reference: str | None) -> dict:
+    path = os.path.join(reference or "", "generation_config.json")
+    if reference is None or not os.path.isfile(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            return dict(json.load(file))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): correct or remove it.") from error
 
 
 def _choose(args: Namespace, name: str, reference: dict | None) -> Family:
@@ -137,6 +153,7 @@ def run(
     stored = lambda name: reader.dtype(name) if dtype is None or name.endswith("expert_bias") else dtype
     tensors = {key: (shape, stored(mapping.places[key][0][0])) for key, shape in mapping.hf.items()}
     writer = FolderWriter(save, tensors, max_shard_bytes)
+    check_new_folder(save, writer.total_bytes)
     writer.start()
     try:
         for name, (shape, pieces) in progress(mapping.megatron.items()):
@@ -170,13 +187,8 @@ def _write_surroundings(planned: Export, folder: str, dtype: torch.dtype | None)
     if "torch_dtype" in config:  # the older name, in the reference's notation
         config["torch_dtype"] = config.pop("dtype")
     _write_json(os.path.join(folder, "config.json"), config)
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
     reference = planned.reference
     if reference is not None:
-        path = os.path.join(reference, "generation_config.json")
-        if os.path.isfile(path):
-            with open(path, encoding="utf-8") as file:
-                generation |= json.load(file)
         code = planned.config.get("auto_map") is not None
         for name in sorted(os.listdir(reference)):
             wanted = name in _TOKENIZER_FILES or (code and name.endswith(".py"))
@@ -184,9 +196,7 @@ def _write_surroundings(planned: Export, folder: str, dtype: torch.dtype | None)
                 shutil.copy(os.path.join(reference, name), os.path.join(folder, name))
     if not has_tokenizer(folder):
         _write_tokenizer(planned.args, folder)
-    if "mask_token_id" in config:
-        generation["mask_token_id"] = config["mask_token_id"]
-    _write_json(os.path.join(folder, "generation_config.json"), generation)
+    _write_json(os.path.join(folder, "generation_config.json"), planned.generation)
 
 
 def _write_tokenizer(args: Namespace, folder: str) -> None:

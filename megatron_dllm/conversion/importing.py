@@ -14,7 +14,7 @@ from megatron_dllm.checkpoint import RELEASE, TRACKER
 from megatron_dllm.conversion.defaults import folder_defaults
 from megatron_dllm.conversion.source import Source, family_of
 from megatron_dllm.models.family import Family
-from megatron_dllm.models.hf import read_config
+from megatron_dllm.models.hf import check_new_folder, read_config
 
 _PRECISIONS = {torch.float32: [], torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}
 
@@ -57,14 +57,16 @@ def plan(path: str, family: str = "auto", mode: str | None = None, mask_token_id
 
 
 def run(planned: Import, save: str, progress: Callable = lambda items: items) -> dict:
-    """Write `save`/release and the tracker file that names it. progress: wraps the list of weights (tqdm).
+    """Write the new folder `save`, a run's: `save`/release and the tracker file that names it. progress: wraps the list
+    of weights (tqdm).
 
-    Returns {"tensors": ..., "bytes": ...}. Nothing is left behind if it fails.
+    Returns {"tensors": ..., "bytes": ...}. The folder appears under a temporary name; nothing is left if it fails.
     """
     from megatron_dllm.conversion import torch_dist
     from megatron_dllm.conversion.skeleton import content_metadata, skeleton
 
     source, args = planned.source, planned.args
+    check_new_folder(save, source.nbytes)
     model = skeleton(args)
     metadata = content_metadata()
     pieces, objects = torch_dist.pieces(model, metadata)
@@ -80,17 +82,19 @@ def run(planned: Import, save: str, progress: Callable = lambda items: items) ->
 
     metadata.pop("dp_cp_group")
     common = dict(args=args, checkpoint_version=3.0, iteration=0, content_metadata=metadata)
-    part = os.path.join(save, RELEASE + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    os.makedirs(part)
+    save = os.path.normpath(save)
+    part = save + ".part"
+    if os.path.isdir(part):
+        shutil.rmtree(part)  # what an interrupted run has left
+    os.makedirs(os.path.join(part, RELEASE))
     try:
         with redirect_stdout(sys.stderr):
-            torch_dist.write(part, pieces, objects, source.dtype, read, common)
+            torch_dist.write(os.path.join(part, RELEASE), pieces, objects, source.dtype, read, common)
         list(ticks)  # lets a progress bar end
-        os.rename(part, os.path.join(save, RELEASE))
+        with open(os.path.join(part, TRACKER), "w") as file:
+            file.write(RELEASE)
+        os.rename(part, save)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    with open(os.path.join(save, TRACKER), "w") as file:
-        file.write(RELEASE)
     return written

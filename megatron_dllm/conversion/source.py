@@ -1,6 +1,7 @@
 """A Hugging Face folder as the source of Megatron weights: checked as a whole, then read slice by slice."""
 
 import copy
+import math
 from argparse import Namespace
 
 import torch
@@ -81,6 +82,11 @@ class Source:
                     f"{key} differs from {embedding}, but config.json ties them (tie_word_embeddings): correct one."
                 )
         return True
+
+    @property
+    def nbytes(self) -> int:
+        """Of all weights."""
+        return sum(math.prod(shape) * self.dtype(name).itemsize for name, (shape, _) in self.mapping.megatron.items())
 
     def dtype(self, name: str) -> torch.dtype:
         return self.folder.dtypes[self.mapping.megatron[name][1][0].key]

@@ -150,7 +150,8 @@ class Reader:
             vocabulary = piece.name in VOCABULARY  # padded for the layout that saved it
             if tuple(stored.size)[vocabulary:] != piece.global_shape[vocabulary:]:
                 raise ValueError(
-                    f"{piece.key} in {folder} is {list(stored.size)}, but its arguments make it {list(piece.global_shape)}."
+                    f"{piece.key} in {folder} is {list(stored.size)}, but its arguments make it "
+                    f"{list(piece.global_shape)}."
                 )
             self._pieces.setdefault(piece.name, []).append(piece)
         keys = {piece.key for piece in all_pieces}

@@ -35,6 +35,9 @@ def get_family(name: str) -> Family:
 def recognise(config: dict) -> Family:
     """The family of a config.json, by its architecture and else by its type; ValueError if there is none."""
     architectures = config.get("architectures") or []
+    if isinstance(architectures, str):
+        architectures = [architectures]
+    architectures = [name for name in architectures if isinstance(name, str)]
     for family in FAMILIES.values():
         if {family.architecture, *family.also_architectures} & set(architectures):
             return family

@@ -5,11 +5,14 @@ directions; what no entry explains is an error, because a value that is not impl
 network.
 """
 
+import copy
+import math
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dllm.models.rope import SCALINGS, check_scaling
 from megatron_dllm.models.weights import Mapping, Table, expert_layers
 
 # The arguments that decide what the network computes, and their value in the plainest model.
@@ -24,6 +27,13 @@ PLAIN = dict(
     untie_embeddings_and_output_weights=True,
     normalization="RMSNorm",
     swiglu=True,
+    squared_relu=False,
+    quick_geglu=False,
+    glu_linear_offset=0.0,
+    activation_func_clamp_value=None,
+    attention_output_gate=False,
+    apply_residual_connection_post_layernorm=False,
+    no_rope_freq=None,
     add_bias_linear=False,
     add_qkv_bias=False,
     qk_layernorm=False,
@@ -43,13 +53,15 @@ PLAIN = dict(
     moe_shared_expert_intermediate_size=None,
     moe_shared_expert_gate=False,
     moe_latent_size=None,
+    moe_apply_probs_on_input=False,
 )
 # Keys of config.json that do not change what a trained network computes.
 _HARMLESS = set(
     "_name_or_path architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward dtype "
     "eos_token_id id2label initializer_range is_encoder_decoder label2id model_type output_attentions "
     "output_hidden_states pad_token_id problem_type pretraining_tp return_dict tokenizer_class torch_dtype "
-    "transformers_version unsloth_version unsloth_fixed use_cache vocab_size".split()
+    "transformers_version transformers.js_config unsloth_version unsloth_fixed use_cache vocab_size "
+    "is_llama_config".split()
 ) | {"attention_dropout", "embedding_dropout", "output_dropout", "residual_dropout"}  # of training, set by flags here
 
 
@@ -70,26 +82,33 @@ class Entry:
 
 @dataclass
 class Same(Entry):
-    """A number that both sides have; `alias`: another name of the key, which is read too."""
+    """A positive number that both sides have; `alias`: another name of the key, which is read too; `absent`: what is
+    written where the argument is None."""
 
     key: str
     argument: str
     default: Any = ...
     alias: str | None = None
+    whole: bool = True
+    absent: Any = None
 
     def __post_init__(self):
         self.keys, self.arguments = (self.key, *([self.alias] if self.alias else [])), (self.argument,)
 
     def read(self, config):
-        value = next((config[key] for key in self.keys if config.get(key) is not None), None)
-        if value is None:
-            if self.default is ...:
-                raise ValueError(f"config.json lacks {self.key}.")
-            value = self.default
-        return {self.argument: value}
+        for key in self.keys:
+            if config.get(key) is not None:
+                return {self.argument: positive(config, key, self.whole)}
+        if self.default is ...:
+            raise ValueError(f"config.json lacks {self.key}.")
+        return {self.argument: self.default}
 
     def write(self, args):
-        return {self.key: getattr(args, self.argument)}
+        value = getattr(args, self.argument)
+        value = self.absent if value is None else value
+        if value is None:
+            raise ValueError(f"{flag(self.argument)} is not given")
+        return {self.key: value}
 
 
 @dataclass
@@ -171,9 +190,17 @@ class Heads(Entry):
         self.arguments = ("num_attention_heads", "num_query_groups", "kv_channels")
 
     def read(self, config):
-        heads = config[self.heads]
-        size = (self.size and config.get(self.size)) or config_width(config) // heads
-        groups = config.get(self.groups) or heads
+        heads = positive(config, self.heads)
+        groups = positive(config, self.groups) if config.get(self.groups) else heads
+        if heads % groups:
+            raise ValueError(f"config.json has {self.heads} = {heads}, which {self.groups} = {groups} does not divide.")
+        if self.size and config.get(self.size):
+            size = positive(config, self.size)
+        else:
+            width = positive(config, "d_model" if "d_model" in config else "hidden_size")
+            size = width // heads
+            if size * heads != width and not self.size:
+                raise ValueError(f"config.json has a width of {width}, which {self.heads} = {heads} does not divide.")
         return dict(num_attention_heads=heads, num_query_groups=groups, kv_channels=size)
 
     def write(self, args):
@@ -192,41 +219,52 @@ class Rope(Entry):
     dllm_rope_scaling is `rope_parameters` without base and partial factor, None if there is no scaling.
     """
 
-    theta: float = 10000.0  # what missing keys mean
-    partial: float = 1.0
+    partial: float = 1.0  # what a missing key means; 1: the family's code rotates whole heads, whatever the key says
     old_notation: bool = False  # write rope_theta and rope_scaling, for modelling code of its time
-    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+    scalings: tuple[str, ...] = SCALINGS
 
     def __post_init__(self):
         self.keys = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
         self.arguments = ("rotary_base", "rotary_percent", "dllm_rope_scaling")
 
     def read(self, config):
-        given = dict(config.get("rope_parameters") or {})
-        for key, value in (config.get("rope_scaling") or {}).items():
-            given.setdefault(key, value)
-        kind = given.pop("rope_type", None) or given.get("type", "default")
-        given.pop("type", None)
-        theta = given.pop("rope_theta", None) or config.get("rope_theta") or self.theta
-        partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or self.partial
-        scaling = None
+        given = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+        if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+            raise ValueError(f"config.json rotates layers of kinds ({nested[0]}) differently: only one is implemented.")
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if given.get(key) is None:
+                given[key] = config.get(key)
+        if given["partial_rotary_factor"] is None:
+            given["partial_rotary_factor"] = self.partial
+        theta = positive(given, "rope_theta", whole=False)
+        partial = positive(given, "partial_rotary_factor", whole=False)
+        if partial > 1 or (partial != 1 and self.partial == 1):
+            raise ValueError(f"config.json has partial_rotary_factor = {partial}, which is not implemented.")
+        scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        old_name = scaling.pop("type", None)
+        kind = scaling["rope_type"] = scaling.get("rope_type") or old_name or "default"
+        if kind not in ("default", *self.scalings):
+            raise ValueError(
+                f"config.json asks for rotary embeddings of the type {kind!r}, and only "
+                f"{', '.join(('default', *self.scalings))} are implemented."
+            )
         if kind != "default":
-            if kind not in self.scalings:
-                raise ValueError(
-                    f"config.json asks for rotary embeddings of the type {kind!r}, and only "
-                    f"{', '.join(('default', *self.scalings))} are implemented."
-                )
-            scaling = dict(sorted(dict(rope_type=kind, **given).items()))
+            check_scaling(scaling, "config.json")
+        scaling = None if kind == "default" else dict(sorted(scaling.items()))
         return dict(rotary_base=plain_number(theta), rotary_percent=float(partial), dllm_rope_scaling=scaling)
 
     def write(self, args):
-        scaling, base = args.dllm_rope_scaling, float(args.rotary_base)
+        scaling, base, percent = args.dllm_rope_scaling, float(args.rotary_base), args.rotary_percent
+        if scaling is not None and scaling["rope_type"] not in self.scalings:
+            raise ValueError(f"--dllm-rope-scaling of the type {scaling['rope_type']} is unknown to their code")
+        if percent != 1.0 and self.partial == 1.0:
+            raise ValueError(f"--rotary-percent {percent} is unknown to their code")
         if self.old_notation:
             config = dict(rope_theta=base, rope_scaling=scaling)
-            return config | (dict(partial_rotary_factor=args.rotary_percent) if self.partial != 1.0 else {})
+            return config | (dict(partial_rotary_factor=percent) if self.partial != 1.0 else {})
         parameters = dict(scaling or dict(rope_type="default"), rope_theta=base)
-        if args.rotary_percent != 1.0 or self.partial != 1.0:
-            parameters["partial_rotary_factor"] = args.rotary_percent
+        if self.partial != 1.0:
+            parameters["partial_rotary_factor"] = percent
         return dict(rope_parameters=parameters)
 
 
@@ -240,7 +278,7 @@ class AllFull(Entry):
     def read(self, config):
         kinds = set(config.get("layer_types") or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise ValueError(f"config.json has layers of the types {sorted(kinds)}: only full_attention is implemented.")
+            raise ValueError(f"config.json has layer_types {sorted(kinds)}, and only full_attention is implemented.")
         return {}
 
     def write(self, args):
@@ -257,14 +295,17 @@ class DenseFirst(Entry):
         self.keys, self.arguments = (self.key,), ("moe_layer_freq",)
 
     def read(self, config):
-        dense, layers = config.get(self.key, 0), config["num_hidden_layers"]
+        layers = positive(config, "num_hidden_layers")
+        dense = positive(config, self.key) if config.get(self.key) else 0
+        if dense >= layers:
+            raise ValueError(f"config.json has {self.key} = {dense} of {layers} layers: none with experts is left.")
         return dict(moe_layer_freq=[0] * dense + [1] * (layers - dense))
 
     def write(self, args):
         sparse = expert_layers(args)
-        dense = sparse.index(True)
-        if not all(sparse[dense:]):
-            raise ValueError("layers without experts must come first")
+        dense = sparse.index(True) if True in sparse else len(sparse)
+        if dense == len(sparse) or not all(sparse[dense:]):
+            raise ValueError("layers without experts must come first, and others follow")
         return {self.key: dense}
 
 
@@ -311,12 +352,13 @@ class Family:
                     "does not change the network, remove the line."
                 )
         arguments = PLAIN | self.arguments | dict(group_query_attention=True)
-        try:
-            arguments["vocab_size"] = filled["vocab_size"]
-            for entry in self.entries:
+        arguments["vocab_size"] = positive(filled, "vocab_size")
+        for entry in self.entries:
+            try:
                 arguments |= entry.read(filled)
-        except KeyError as error:
-            raise ValueError(f"config.json lacks {error.args[0]}.") from error
+            except (TypeError, AttributeError) as error:  # a list for a number and the like
+                have = ", ".join(f"{key} = {filled[key]!r}" for key in entry.keys if key in filled)
+                raise ValueError(f"config.json has {have}, which is of a wrong type ({error}).") from error
         return arguments
 
     def write(self, args: Namespace) -> dict:
@@ -325,6 +367,8 @@ class Family:
         chosen = {argument for entry in self.entries for argument in entry.arguments}
         if "num_experts" in chosen and args.num_experts is None:
             raise ValueError(f"{self.name} models have experts, this one has none.")
+        if args.num_experts is not None and args.moe_ffn_hidden_size is None:
+            args = Namespace(**vars(args) | dict(moe_ffn_hidden_size=args.ffn_hidden_size))  # as Megatron takes it
         for name in chosen:
             fixed.pop(name, None)
         for name, wanted in fixed.items():
@@ -357,8 +401,15 @@ def groups_of(args: Namespace) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
 
 
-def config_width(config: dict) -> int:
-    return config["d_model"] if "d_model" in config else config["hidden_size"]
+def positive(config: dict, key: str, whole: bool = True) -> float | int:
+    """A number of config.json. Raises ValueError if it is missing, no number, zero or less."""
+    value = config.get(key)
+    if value is None:
+        raise ValueError(f"config.json lacks {key}.")
+    numbers = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, numbers) or not 0 < value < math.inf:
+        raise ValueError(f"config.json has {key} = {value!r}: it must be a positive {'whole ' if whole else ''}number.")
+    return value
 
 
 def plain_number(value: float) -> float | int:
@@ -374,6 +425,7 @@ def _with_defaults(class_name: str, config: dict) -> dict:
     import transformers
 
     try:
-        return getattr(transformers, class_name)(**config).to_dict()
+        return getattr(transformers, class_name)(**copy.deepcopy(config)).to_dict()  # it writes into what it is given
     except Exception as error:  # strict dataclasses raise their own kinds
-        raise ValueError(f"transformers does not accept config.json: {str(error).strip().splitlines()[0]}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"transformers does not accept config.json: {reason}") from error

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {
-    "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -36,7 +35,7 @@ def read_config(folder: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}): give a Hugging Face model folder with its config.json."
         ) from error
@@ -80,11 +79,11 @@ class Folder:
             with open(path, encoding="utf-8") as file:
                 index = json.load(file)["weight_map"]
             pairs = [(str(key), str(name)) for key, name in index.items()]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({error}): download it again.") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): download it again.") from error
         for _, name in pairs:
             if name != os.path.basename(name) or not name.endswith(".safetensors"):
-                raise ValueError(f"{path} names {name!r}, which is not a safetensors file of this folder: do not use it.")
+                raise ValueError(f"{path} names {name!r}, which is no safetensors file of this folder: do not use it.")
         return dict(pairs)
 
     def _read_header(self, name: str, expected: set[str] | None) -> None:
@@ -98,8 +97,8 @@ class Folder:
                     self.shapes[key] = tuple(view.get_shape())
                     if view.get_dtype() not in _DTYPES:
                         raise ValueError(
-                            f"{key} in {path} is stored as {view.get_dtype()}: only {', '.join(_DTYPES)} are read, "
-                            "load and save a quantized model in one of them first."
+                            f"{key} in {path} is stored as {view.get_dtype()}, and only {', '.join(_DTYPES)} are read: "
+                            "save the model in one of them first."
                         )
                     self.dtypes[key] = _DTYPES[view.get_dtype()]
                     self._file_of[key] = name
@@ -130,8 +129,7 @@ class FolderWriter:
     """Writes tensors of known shapes into `path`, sharded, a few rows at a time.
 
     tensors: key -> (shape, dtype), in the order in which they shall lie. The folder appears under a temporary name
-    until `finish`. `rank` of `world` writers creates and fills files rank, rank + world, ... only: several processes
-    may share the work, rank 0 before the others (see exporting.py).
+    until `finish`.
     """
 
     def __init__(self, path: str, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], max_shard_bytes: int):
@@ -140,6 +138,7 @@ class FolderWriter:
         self._place: dict[str, tuple[str, int, int]] = {}  # key -> (file, first byte, bytes a row)
         self._layout: list[tuple[str, dict[str, dict], int]] = []
         self._files: dict[str, int] = {}
+        self._written = 0
         self._tensors = tensors
         self.total_bytes = sum(_nbytes(*tensor) for tensor in tensors.values())
         shards: list[list[str]] = [[]]
@@ -186,15 +185,20 @@ class FolderWriter:
             os.pwrite(file, struct.pack("<Q", len(text)) + text, 0)
             self._files[name] = file
         shape, dtype = self._tensors[key]
-        if rows.dtype != dtype:
-            raise ValueError(f"{key} is {dtype}, but rows of {rows.dtype} were to be written.")
+        whole = shape if index is None else shape[1:]
+        inside = start >= 0 and start + len(rows) <= whole[0] and (index is None or 0 <= index < shape[0])
+        if not inside or rows.shape[1:] != whole[1:] or rows.dtype != dtype:
+            raise ValueError(
+                f"{key} is {dtype} {list(shape)}: {rows.dtype} {list(rows.shape)} at {start} is no part of it."
+            )
         if index is not None:
             row_bytes //= shape[1]
             start += index * shape[1]
-        data = memoryview(rows.contiguous().view(torch.uint8).numpy()).cast("B")
+        data = memoryview(rows.contiguous().view(torch.uint8).flatten().numpy())
         done = 0
         while done < len(data):  # a single write may be cut at 2 GiB
             done += os.pwrite(self._files[name], data[done:], offset + start * row_bytes + done)
+        self._written += done
 
     def close(self) -> None:
         """Everything of this process is on disk."""
@@ -204,7 +208,9 @@ class FolderWriter:
         self._files = {}
 
     def finish(self) -> None:
-        """Write the index, give the folder its name."""
+        """Write the index, give the folder its name. Raises RuntimeError if rows are missing."""
+        if self._written != self.total_bytes:
+            raise RuntimeError(f"{self._written} of {self.total_bytes} bytes of {self.path} were written.")
         if len(self._layout) > 1:
             weight_map = {key: name for key, (name, _, _) in self._place.items()}
             index = dict(metadata=dict(total_size=self.total_bytes), weight_map=weight_map)
@@ -222,17 +228,21 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def check_new_folder(path: str, flag: str = "--save") -> None:
-    """ValueError unless `path` can be made: a missing or empty folder whose parent is writable."""
-    if os.path.isdir(path) and not os.listdir(path):
-        os.rmdir(path)  # an empty one is replaced by a rename
-    if os.path.lexists(path):
-        raise ValueError(f"{flag} {path} exists and is not empty: choose a new folder.")
+def check_new_folder(path: str, bytes_needed: int = 0, flag: str = "--save") -> None:
+    """ValueError unless `path` can be made and hold so much: missing or an empty folder, its parent writable."""
+    empty = os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
+    if os.path.lexists(path) and not empty:
+        raise ValueError(f"{flag} {path} exists and is not an empty folder: choose a new one.")
     parent = Path(path).absolute().parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"{flag} {path} cannot be made: {parent} is not a writable folder.")
+    if (free := shutil.disk_usage(parent).free) < bytes_needed:
+        raise ValueError(
+            f"{flag} {path} needs {bytes_needed / 1e9:.2f} GB, and {parent} has {free / 1e9:.2f} GB free: choose "
+            "another disk."
+        )
 
 
 if sys.byteorder != "little":

@@ -4,7 +4,7 @@ Equal to LlamaForCausalLM without a causal mask. In a block, ff_proj is the gate
 transformer.ff_out is the head.
 """
 
-from megatron_dllm.models.family import Entry, Family, Heads, Only, Rope, Same, Untied
+from megatron_dllm.models.family import Entry, Family, Heads, Only, Rope, Same, Untied, positive
 from megatron_dllm.models.weights import Interleaved, Stacked
 
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.transformer.blocks.{layer}."
@@ -16,7 +16,7 @@ class _Rows(Entry):
     keys = ("embedding_size",)
 
     def read(self, config):
-        return dict(vocab_size=config.get("embedding_size") or config["vocab_size"])
+        return dict(vocab_size=positive(config, "embedding_size" if config.get("embedding_size") else "vocab_size"))
 
     def write(self, args):
         return dict(embedding_size=args.vocab_size)
@@ -32,7 +32,7 @@ LLADA = Family(
         Same("mlp_hidden_size", "ffn_hidden_size"),
         Same("n_layers", "num_layers"),
         Heads("n_heads", "n_kv_heads", size=None),
-        Same("rms_norm_eps", "layernorm_epsilon", default=1e-5),
+        Same("rms_norm_eps", "layernorm_epsilon", default=1e-5, whole=False),
         Same("max_sequence_length", "max_position_embeddings"),
         _Rows(),
         Untied("weight_tying"),

@@ -5,7 +5,7 @@ Equal to Glm4MoeForCausalLM. Query, key and value are one tensor [all queries | 
 "merged" layout keeps the experts of a layer in one tensor. The selection bias of the experts is a buffer in fp32.
 """
 
-from megatron_dllm.models.family import Choice, DenseFirst, Entry, Family, Heads, Only, Rope, Same
+from megatron_dllm.models.family import Choice, DenseFirst, Entry, Family, Heads, Only, Rope, Same, positive
 from megatron_dllm.models.llama import SIZES, decoder_weights, experts, head_norms, shared_experts
 from megatron_dllm.models.weights import ExpertSlice, InterleavedFused, Stacked, Table
 
@@ -16,11 +16,19 @@ class _Groups(Entry):
     keys = ("n_group", "topk_group")
     arguments = ("moe_router_num_groups", "moe_router_group_topk")
 
+    def __init__(self, experts: str):
+        self.experts = experts
+
     def read(self, config):
-        groups, chosen, topk = config.get("n_group", 8), config.get("topk_group", 4), config["num_experts_per_tok"]
-        if groups in (None, 1):
+        if config.get("n_group", ...) in (None, 1):
             return {}
-        if chosen < groups and topk // chosen != 2:
+        groups, chosen = positive(config, "n_group"), positive(config, "topk_group")
+        topk, experts = positive(config, "num_experts_per_tok"), positive(config, self.experts)
+        if chosen >= groups:
+            return {}  # all of them
+        if experts % groups:
+            raise ValueError(f"config.json has {self.experts} = {experts}, which n_group = {groups} does not divide.")
+        if topk // chosen != 2:
             raise ValueError(
                 f"config.json chooses {topk} experts from {chosen} groups: Megatron's router agrees with this family "
                 "only for two experts a group."
@@ -28,7 +36,12 @@ class _Groups(Entry):
         return dict(moe_router_num_groups=groups, moe_router_group_topk=chosen)
 
     def write(self, args):
-        return dict(n_group=args.moe_router_num_groups or 1, topk_group=args.moe_router_group_topk or 1)
+        groups, chosen = args.moe_router_num_groups or 1, args.moe_router_group_topk or 1
+        if chosen < groups and args.moe_router_topk // chosen != 2:
+            raise ValueError(
+                f"--moe-router-topk {args.moe_router_topk} of {chosen} groups (a group is scored by its best two)"
+            )
+        return dict(n_group=groups, topk_group=chosen)
 
 
 class _Shared(Entry):
@@ -40,9 +53,10 @@ class _Shared(Entry):
         self.keys = (key, "moe_shared_expert_intermediate_size")
 
     def read(self, config):
-        width = config["moe_intermediate_size"] * (config.get(self.keys[0]) or 0)
+        expert = positive(config, "moe_intermediate_size")
+        width = expert * positive(config, self.keys[0]) if config.get(self.keys[0]) else 0
         given = config.get(self.keys[1])
-        if given and given not in (width, config["moe_intermediate_size"]):
+        if given and given not in (width, expert):
             raise ValueError(f"config.json has {self.keys[1]} = {given}: only {width} is implemented.")
         return dict(moe_shared_expert_intermediate_size=width or None)
 
@@ -59,10 +73,9 @@ _ENTRIES = (
     *SIZES,
     Heads(),
     DenseFirst(),
-    _Groups(),
     Same("num_experts_per_tok", "moe_router_topk"),
     Same("moe_intermediate_size", "moe_ffn_hidden_size"),
-    Same("routed_scaling_factor", "moe_router_topk_scaling_factor"),
+    Same("routed_scaling_factor", "moe_router_topk_scaling_factor", whole=False, absent=1.0),
     Only("norm_topk_prob", True),
 )
 
@@ -103,6 +116,7 @@ LLADA2 = Family(
         *_ENTRIES,
         Rope(partial=0.5, old_notation=True, scalings=()),
         Same("num_experts", "num_experts"),
+        _Groups("num_experts"),
         _Shared("num_shared_experts"),
         Choice("use_qk_norm", _NORMS, True),
         Only("use_qkv_bias", False),
@@ -135,6 +149,7 @@ GLM4_MOE = Family(
         *_ENTRIES,
         Rope(partial=0.5),
         Same("n_routed_experts", "num_experts", alias="num_local_experts"),
+        _Groups("n_routed_experts"),
         _Shared("n_shared_experts"),
         Choice("use_qk_norm", _NORMS, False),
         Only("attention_bias", False),

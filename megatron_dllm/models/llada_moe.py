@@ -1,7 +1,7 @@
 """LLaDA-MoE 7B-A1B: experts in every layer, chosen by a softmax over all of them that is not normalised again.
 
 Equal to Qwen3MoeForCausalLM with norm_topk_prob off, whatever this configuration says about it: the released code
-ignores norm_topk_prob and routed_scaling_factor. Its model_type is LLaDA's ("llada"); the architecture tells them apart.
+ignores norm_topk_prob and routed_scaling_factor. Its model_type is LLaDA's ("llada"); the architecture tells which.
 """
 
 from megatron_dllm.models.family import Entry, Family, Heads, Only, Rope, Same
@@ -14,7 +14,7 @@ class _AllLayers(Entry):
     def read(self, config):
         frequency = config.get("moe_layer_freq") or [1]
         if set(frequency) != {1}:
-            raise ValueError(f"config.json has moe_layer_freq = {frequency}: only experts in every layer are implemented.")
+            raise ValueError(f"config.json has moe_layer_freq = {frequency}, and only ones are implemented.")
         return {}
 
     def write(self, args):
@@ -33,7 +33,7 @@ LLADA_MOE = Family(
         Same("num_experts", "num_experts"),
         Same("num_experts_per_tok", "moe_router_topk"),
         Heads(size=None),
-        Rope(theta=50000.0, old_notation=True, scalings=()),
+        Rope(old_notation=True, scalings=()),
         _AllLayers(),
         Only("attention_bias", False),
         Only("qk_layernorm", True),
@@ -49,5 +49,7 @@ LLADA_MOE = Family(
     stock="qwen3_moe",
     mode="mdlm",
     mask_token_id=156895,
-    harmless=("mask_token_id", "output_router_logits", "router_aux_loss_coef", "routed_scaling_factor", "norm_topk_prob"),
+    harmless=tuple(
+        "mask_token_id output_router_logits router_aux_loss_coef routed_scaling_factor norm_topk_prob".split()
+    ),
 )

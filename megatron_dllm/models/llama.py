@@ -7,7 +7,7 @@ SIZES = (
     Same("hidden_size", "hidden_size"),
     Same("intermediate_size", "ffn_hidden_size"),
     Same("num_hidden_layers", "num_layers"),
-    Same("rms_norm_eps", "layernorm_epsilon"),
+    Same("rms_norm_eps", "layernorm_epsilon", whole=False),
     Same("max_position_embeddings", "max_position_embeddings"),
     Untied(),
     Only("hidden_act", "silu"),
@@ -34,9 +34,8 @@ def decoder_weights(prefix: str = "model.", head: str = "lm_head.weight") -> Tab
 
 def qkv_bias(prefix: str = "model.") -> Table:
     theirs = prefix + "layers.{layer}.self_attn."
-    return {
-        "decoder.layers.{layer}.self_attention.linear_qkv.bias": Interleaved(*(theirs + f"{x}_proj.bias" for x in "qkv"))
-    }
+    ours = "decoder.layers.{layer}.self_attention.linear_qkv.bias"
+    return {ours: Interleaved(*(theirs + f"{x}_proj.bias" for x in "qkv"))}
 
 
 def head_norms(prefix: str = "model.") -> Table:

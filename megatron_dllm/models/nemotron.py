@@ -7,7 +7,7 @@ One head serves both objectives (diffusion_head). Queries are scaled up with the
 from megatron_dllm.models.family import Family, Heads, Only, Rope
 from megatron_dllm.models.llama import SIZES, decoder_weights
 
-_ENTRIES = (*SIZES, Heads(), Rope(theta=1e6), Only("sliding_window", None))
+_ENTRIES = (*SIZES, Heads(), Rope(), Only("sliding_window", None))
 
 MINISTRAL3 = Family(
     name="ministral3",
@@ -27,5 +27,7 @@ NEMOTRON = Family(
     mode="hybrid",
     mask_token_id=100,
     suggested=dict(dllm_block_size=32, diffusion_loss_weight=0.3),
-    harmless=tuple("mask_token_id dlm_paradigm block_size dlm_loss_weight ar_loss_weight dp_varying_mask_ratio".split()),
+    harmless=tuple(
+        "mask_token_id dlm_paradigm block_size dlm_loss_weight ar_loss_weight dp_varying_mask_ratio".split()
+    ),
 )

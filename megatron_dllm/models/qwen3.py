@@ -8,6 +8,7 @@ from megatron_dllm.models.family import AllFull, Choice, Family, Heads, Only, Ro
 from megatron_dllm.models.llama import SIZES, decoder_weights, experts, head_norms
 
 _ENTRIES = (*SIZES, Heads(), Rope(), AllFull(), Only("use_sliding_window", False), Only("attention_bias", False))
+_BEFORE_TOP_K = {True: dict(moe_router_pre_softmax=False), False: dict(moe_router_pre_softmax=True)}
 _HARMLESS = ("sliding_window", "max_window_layers")
 
 QWEN3 = Family(
@@ -30,7 +31,7 @@ QWEN3_MOE = Family(
         Same("num_experts", "num_experts", alias="num_local_experts"),
         Same("num_experts_per_tok", "moe_router_topk"),
         Same("moe_intermediate_size", "moe_ffn_hidden_size"),
-        Choice("norm_topk_prob", {True: dict(moe_router_pre_softmax=False), False: dict(moe_router_pre_softmax=True)}, False),
+        Choice("norm_topk_prob", _BEFORE_TOP_K, False),
         Only("decoder_sparse_step", 1),
         Only("mlp_only_layers", [], also=(None,)),
     ),

@@ -2,10 +2,23 @@
 checkpoints follow to the bit."""
 
 import json
+import math
 
 import torch
 
-SCALINGS = ("linear", "llama3", "yarn")
+# Keys that a type must have, and may have. transformers takes what is missing from the model's length.
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_OPTIONAL = {
+    "yarn": (
+        "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate llama_4_scaling_beta "
+        "max_position_embeddings"
+    ).split()
+}
+SCALINGS = tuple(_NEEDED)
 
 
 def frequencies(
@@ -43,12 +56,29 @@ def parse_scaling(text: str) -> dict:
         raise ValueError(f"--dllm-rope-scaling {text!r} is not a JSON object: {error}.") from error
     if kind not in SCALINGS:
         raise ValueError(f"--dllm-rope-scaling has rope_type {kind!r}: choose one of {', '.join(SCALINGS)}.")
-    scaling = dict(sorted(scaling.items()))
+    check_scaling(scaling, "--dllm-rope-scaling")
+    return dict(sorted(scaling.items()))
+
+
+def check_scaling(scaling: dict, where: str) -> None:
+    """ValueError (one sentence) unless `scaling` is complete, all of it is known, and frequencies follow from it."""
+    kind = scaling["rope_type"]
+    what = f"{where} has rotary embeddings of the type {kind!r}"
+    for key in _NEEDED[kind]:
+        value = scaling.get(key)
+        if value is None:
+            raise ValueError(f"{what} without {key}: add it.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{what} with {key} = {value!r}: it must be a positive number.")
+    if unknown := sorted(set(scaling) - {"rope_type", *_NEEDED[kind], *_OPTIONAL.get(kind, ())}):
+        raise ValueError(f"{what} with {unknown[0]}, which is not implemented.")
     try:
-        frequencies(64, 10000.0, scaling=scaling)
-    except Exception as error:
-        raise ValueError(f"--dllm-rope-scaling {text!r} is incomplete: {str(error).splitlines()[0]}") from error
-    return scaling
+        inverse, factor = frequencies(64, 10000.0, scaling=scaling)
+    except Exception as error:  # whatever transformers makes of the optional values
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{what} that transformers does not accept: {reason}") from error
+    if not (inverse.isfinite().all() and math.isfinite(factor)):
+        raise ValueError(f"{what} whose frequencies are not finite: {scaling}.")
 
 
 def last_position(scaling: dict | None) -> int | None:

@@ -93,7 +93,7 @@ FLAGS = {
     "--calculate-per-token-loss": "--calculate-per-token-loss cannot be used",
     "--use-checkpoint-args": "--use-checkpoint-args cannot be used: give the model's flags again",
     "--window-size 8,0": "--window-size cannot be used",
-    "--rotary-interleaved": "only plain rotary embeddings",
+    "--rotary-interleaved": "rotary embeddings rotate halves",
     "--rampup-batch-size 2 2 100": "--step-batch-size-schedule",
     "--dllm-cross-document-attention": "has no effect on chat data",
     "--dllm-eps 0": "--dllm-eps 0.0 is the smallest masking rate",
