@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.hf_models import make
-from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS, Family, close
-from tests.parallel.hf import TRAIN, theirs, write_words
+from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS, close
+from tests.parallel.hf import theirs
 
 DENSE = ("qwen3 tied", "nemotron", "dream")  # tied with norms of heads; untied with yarn; with bias
 EXPERTS = ("qwen3_moe", "llada2")
@@ -18,43 +17,11 @@ EXPERT_LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """folder(name) -> (path, the transformers model), made once."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = make(name, tmp_path_factory.mktemp("hf"))
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    return write_words(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def started(pool, folder, words, tmp_path_factory):
-    """started(name, *flags): the single process that starts from that folder, and what is compared with it."""
-    made = {}
-
-    def get(name, *flags):
-        if (name, *flags) not in made:
-            argv = [*TRAIN, "--hf-model", folder(name)[0], "--init-from-hf", "--sft-data-path", words, *flags]
-            made[name, *flags] = Family(pool, tmp_path_factory.mktemp("reference"), argv)
-        return made[name, *flags]
-
-    return get
-
-
 @pytest.mark.parametrize("name", (*DENSE, *EXPERTS))
-def test_the_single_process_equals_transformers(started, folder, name):
+def test_the_single_process_equals_transformers(started, hf_folder, name):
     family = started(name)
     result = family.run(1, "", record_nll=True)[0]
-    loss, nll = theirs(folder(name)[1], family.argv, result["indices"][0][0] + result["indices"][0][1])
+    loss, nll = theirs(hf_folder(name)[1], family.argv, result["indices"][0][0] + result["indices"][0][1])
     assert result["nll"]["dllm"].keys() == nll.keys() and len(nll) > 20
     assert result["nll"]["dllm"] == pytest.approx(nll, rel=1e-5, abs=1e-5)
     assert close(result["losses"][0], loss)
