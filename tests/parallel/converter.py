@@ -24,7 +24,8 @@ class Converter:
     def run(self, *argv, code: int = 0) -> str:
         """What `convert_checkpoint.py *argv` prints. AssertionError with all of it unless it ends with that code."""
         if self.process is None:
-            command, environment = [sys.executable, "-m", "tests.parallel.converter"], os.environ | {"OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "tests.parallel.converter"]
+            environment = os.environ | dict(OMP_NUM_THREADS="1")
             pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
         self.process.stdin.write(json.dumps([str(word) for word in argv]) + "\n")

@@ -65,8 +65,9 @@ def test_what_was_imported_is_exported_bit_by_bit(converter, hf_folder, imported
 
 @pytest.mark.parametrize("name", ("llama tied", "dream", "nemotron", "llada2 merged"))
 def test_check_compares_logits(converter, hf_folder, imported, name):
-    words = "--text", " ".join(f"w{i}" for i in range(4, 34))
-    assert "30 tokens: equal." in converter.run("check", "--hf-model", hf_folder(name)[0], "--load", imported(name), *words)
+    text = " ".join(f"w{i}" for i in range(4, 34))
+    said = converter.run("check", "--hf-model", hf_folder(name)[0], "--load", imported(name), "--text", text)
+    assert "30 tokens: equal." in said
 
 
 def test_check_notices_another_weight(converter, hf_folder, imported, tmp_path):
@@ -121,9 +122,8 @@ def test_what_was_trained_is_exported(pool, converter, hf_command, tmp_path, nam
     argv = [*hf_command(name), "--train-iters", 3, "--save", tmp_path / "run", "--save-interval", 2]
     processes, flags = layout
     pool.run([*argv, *flags.split(), "--init-from-hf", "--make-vocab-size-divisible-by", 128], processes)
-    converter.run(
-        "export", "--load", tmp_path / "run", "--ckpt-step", 2, "--save", tmp_path / "out", "--export-as", "transformers"
-    )
+    export = ["export", "--load", tmp_path / "run", "--ckpt-step", 2, "--save", tmp_path / "out"]
+    converter.run(*export, "--export-as", "transformers")
     continued = pool.run([*argv, "--load", tmp_path / "run", "--ckpt-step", 2], record_nll=True)[0]
     model = reloaded(tmp_path / "out")
     assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == VOCABULARY
