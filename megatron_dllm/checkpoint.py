@@ -159,6 +159,11 @@ def check_before_loading(args) -> None:
         args.load = os.path.dirname(os.path.abspath(folder))
         if (name := os.path.basename(os.path.normpath(folder))) != RELEASE:
             args.ckpt_step = int(name.removeprefix("iter_"))
+        elif iteration_folder(args.load) != os.path.join(args.load, RELEASE):  # Megatron would load the latter
+            raise ValueError(
+                f"{folder} has been trained further in {args.load}: for a new start from it, import it into another "
+                f"folder, or write {RELEASE} into a copy's {TRACKER}."
+            )
     if folder is None:
         same = args.save is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
         if not same:  # the usual way to start: --load and --save name the same, still empty folder

@@ -18,6 +18,7 @@ def install() -> None:
     _prebuilt_dataset_helpers()
     _first_logged_interval()
     _fault_tolerance_parses_again()
+    _padding_in_the_counts_of_biased_routers()
 
 
 def _torch_adam_in_distributed_optimizer() -> None:
@@ -108,3 +109,17 @@ def _fault_tolerance_parses_again() -> None:
     from megatron.training import ft_integration, get_args
 
     ft_integration.arguments = types.SimpleNamespace(parse_args=lambda ignore_unknown_args: get_args())
+
+
+def _padding_in_the_counts_of_biased_routers() -> None:
+    """To balance by selection biases, the router counts its choices [tokens, experts] without padding: with a mask
+    [tokens], which fits only by accident."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    apply_expert_bias = TopKRouter._apply_expert_bias
+
+    @functools.wraps(apply_expert_bias)
+    def count_without_padding(self, routing_map, padding_mask=None):
+        return apply_expert_bias(self, routing_map, None if padding_mask is None else padding_mask[:, None])
+
+    TopKRouter._apply_expert_bias = count_without_padding

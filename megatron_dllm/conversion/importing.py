@@ -15,6 +15,7 @@ from megatron_dllm.conversion.defaults import folder_defaults
 from megatron_dllm.conversion.source import Source, family_of
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.hf import check_new_folder, read_config
+from megatron_dllm.models.rope import last_position
 
 _PRECISIONS = {torch.float32: [], torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}
 
@@ -40,7 +41,9 @@ def plan(path: str, family: str = "auto", mode: str | None = None, mask_token_id
     mode = mode or chosen.mode or "mdlm"
     defaults = folder_defaults(path, chosen)
     source = Source(path, chosen, Namespace(**defaults))
-    argv = ["--dllm-mode", mode, "--hf-model", path, "--seq-length", str(defaults["max_position_embeddings"])]
+    longest = defaults["max_position_embeddings"]
+    length = min(longest, last_position(defaults["dllm_rope_scaling"]) or longest)
+    argv = ["--dllm-mode", mode, "--hf-model", path, "--seq-length", str(length)]
     argv += "--micro-batch-size 1 --lr 0 --train-iters 1 --sft-data-path none".split()
     argv += _PRECISIONS[source.dtype("embedding.word_embeddings.weight")]
     if mask_token_id is not None:

@@ -26,8 +26,14 @@ def frequencies(
 ) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [rotated part / 2], fp32, and the factor on cosine and sine.
 
-    scaling: transformers' `rope_parameters` without base and partial factor.
+    scaling: transformers' `rope_parameters` without base and partial factor. Also on the meta device, where a model
+    is built that only tells shapes, these are numbers.
     """
+    with torch.device("cpu"):
+        return _frequencies(head_dim, base, percent, scaling)
+
+
+def _frequencies(head_dim: int, base: float, percent: float, scaling: dict | None) -> tuple[torch.Tensor, float]:
     rotary_dim = int(head_dim * percent)
     if scaling is None:
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim

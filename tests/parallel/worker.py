@@ -30,6 +30,7 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_dllm.arguments import parse_arguments
 from megatron_dllm.checkpoint import check_before_loading
+from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.data.stream import Collate, CorruptedSamples, Split
 from megatron_dllm.models import init as weights
@@ -188,6 +189,8 @@ def run(case: dict, store) -> dict:
     sys.argv = ["pretrain_dllm.py", *case["argv"]]
     args, tokenizer = parse_arguments()
     check_before_loading(args)
+    if args.init_from_hf:
+        check_source(args)
     case["datasets"] = build_datasets(args, tokenizer)
     observation = Observation(case)
     with observation.watching():
