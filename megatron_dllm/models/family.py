@@ -51,6 +51,7 @@ _HARMLESS = set(
     "output_hidden_states pad_token_id problem_type pretraining_tp return_dict tokenizer_class torch_dtype "
     "transformers_version unsloth_version unsloth_fixed use_cache vocab_size".split()
 ) | {"attention_dropout", "embedding_dropout", "output_dropout", "residual_dropout"}  # of training, set by flags here
+_HARMLESS |= {"_model_name_or_path", "unk_token_id", "mask_token_id"}  # the last is a flag's default (defaults.py)
 
 
 class Entry:
