@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--model-preset",
         default=None,
-        help=f"Named model shape, each value overridable: {', '.join(PRESETS)}.",
+        help=f"Named model, each value overridable: {', '.join(PRESETS)}.",
     )
     group.add_argument(
         "--hf-model",

@@ -285,6 +285,11 @@ def _check_experts(args, tp: int, pp: int, world: int) -> None:
         if ep > 1:
             raise ValueError("--expert-model-parallel-size needs a mixture of experts: give --num-experts.")
         return
+    if isinstance(args.moe_layer_freq, list) and len(args.moe_layer_freq) != args.num_layers:
+        raise ValueError(
+            f"--moe-layer-freq is for {len(args.moe_layer_freq)} layers, but --num-layers is {args.num_layers}: give "
+            f"it for all of them, for instance [0]+[1]*{args.num_layers - 1}."
+        )
     if args.num_experts % ep:
         raise ValueError(f"--num-experts {args.num_experts} is not divisible by EP {ep}.")
     if tp > 1 and not args.sequence_parallel:
@@ -339,7 +344,9 @@ def resolve_vocabulary(args, tokenizer: Tokenizer, mode: ModuleType) -> None:
     if args.dllm_mask_token_id is None:
         args.dllm_mask_token_id = tokenizer.mask_id
     if args.dllm_mask_token_id is None and args.dllm_family is not None:
-        args.dllm_mask_token_id = get_family(args.dllm_family).mask_token_id
+        usual = get_family(args.dllm_family).mask_token_id
+        if usual is not None and usual < args.vocab_size:  # not in a vocabulary of another tokenizer's size
+            args.dllm_mask_token_id = usual
     tokenizer.mask_id = args.dllm_mask_token_id  # clean data must not contain it, whichever it is
     check_mask_token(args.dllm_mask_token_id, args.vocab_size, tokenizer)
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about a run: architecture, token ids, tokenizer, as defaults of Megatron's flags."""
+"""What a Hugging Face folder says about a run: architecture, ids and tokenizer, as defaults of Megatron's flags."""
 
 import json
 import os
@@ -13,10 +13,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 def folder_defaults(path: str, family: Family | None = None) -> dict:
     """Defaults for a run that names the folder. Raises ValueError (one sentence) for what is not implemented."""
     config = read_config(path)
-    family = family or recognise(config)
-    defaults = family.read(config) | family.suggested | dict(dllm_family=family.name)
+    defaults = config_defaults(config, family or recognise(config))
     if has_tokenizer(path):
         defaults |= dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path)
+    return defaults
+
+
+def config_defaults(config: dict, family: Family) -> dict:
+    """What a config.json says about a run. Raises ValueError like `folder_defaults`."""
+    defaults = family.read(config) | family.suggested | dict(dllm_family=family.name)
     mask = config.get("mask_token_id")
     if isinstance(mask, int) and mask >= 0:
         defaults["dllm_mask_token_id"] = mask

@@ -63,6 +63,7 @@ _HARMLESS = set(
     "transformers_version transformers.js_config unsloth_version unsloth_fixed use_cache vocab_size "
     "is_llama_config".split()
 ) | {"attention_dropout", "embedding_dropout", "output_dropout", "residual_dropout"}  # of training, set by flags here
+_HARMLESS |= {"_model_name_or_path", "unk_token_id", "mask_token_id"}  # the last is a flag's default (defaults.py)
 
 
 class Entry:

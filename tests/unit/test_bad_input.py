@@ -89,7 +89,7 @@ FLAGS = {
     "--dllm-mode scdd --scdd-gamma-shape 3": "give --scdd-gamma-shape · (1 - --scdd-peak-time) at most 1",
     "--dllm-mode scdd --dllm-loss-normalization noise": "has no effect on --dllm-mode scdd",
     "--scdd-max-ratio 0.2": "--scdd-max-ratio belongs to --dllm-mode scdd, not mdlm",
-    "--model-preset nosuch": "unknown --model-preset 'nosuch': choose one of tiny, tiny-moe",
+    "--model-preset nosuch": "unknown --model-preset 'nosuch': choose one of dream-7b, ",
     "--calculate-per-token-loss": "--calculate-per-token-loss cannot be used",
     "--use-checkpoint-args": "--use-checkpoint-args cannot be used: give the model's flags again",
     "--window-size 8,0": "--window-size cannot be used",
