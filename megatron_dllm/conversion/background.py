@@ -27,7 +27,7 @@ class Exporter:
         shutil.rmtree(folder, ignore_errors=True)  # of this run, before it was resumed from an earlier iteration
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHED)}
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        log = tempfile.TemporaryFile("w+")
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (`wait` closes it)
         command = [sys.executable, "-m", "megatron_dllm.conversion.background", run, str(iteration), folder]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log)
         self._running = (folder, process, log)

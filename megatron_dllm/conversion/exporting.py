@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dllm.checkpoint import TRACKER, iteration_folder
+from megatron_dllm.checkpoint import RELEASE, TRACKER, iteration_folder
 from megatron_dllm.conversion.defaults import has_tokenizer
 from megatron_dllm.generation.load import neutralise, saved_run
 from megatron_dllm.models import FAMILIES, get_family, recognise
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.hf import Folder, FolderWriter, check_new_folder, read_config
 from megatron_dllm.models.weights import Mapping
+from megatron_dllm.modes import MODES
 
 _TOKENIZER_FILES = (
     "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
@@ -61,7 +62,7 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
         keys = Folder(reference).shapes  # of two layouts of experts, the reference's
     elif their_config is not None:
         config |= {key: their_config[key] for key in _IDS if key in their_config}
-    config |= _identity(args)
+    config |= _identity(args) | _direction(args, folder, chosen)
     generation = {key: config[key] for key in _IDS[:3] if key in config} | _generation_config(reference)
     if "mask_token_id" in config:
         generation["mask_token_id"] = config["mask_token_id"]
@@ -127,6 +128,14 @@ def _identity(args: Namespace) -> dict:
     dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     mask = getattr(args, "dllm_mask_token_id", None)
     return dict(dtype=dtype) | ({} if mask is None else dict(mask_token_id=mask))
+
+
+def _direction(args: Namespace, folder: str, family: Family) -> dict:
+    """transformers' decoders are causal, unless their configuration says that training was not (transformers >= 5).
+    Not said of converted weights, which nobody has trained here, nor of modes whose rule no flag can express."""
+    full = MODES[args.dllm_mode].FULL_WITHIN_DOCUMENT
+    trained = os.path.basename(folder) != RELEASE
+    return dict(is_causal=False) if full and trained and not family.has_own_code else {}
 
 
 def run(
