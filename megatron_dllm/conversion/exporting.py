@@ -140,9 +140,8 @@ def run(
 
     neutralise(planned.args)
     planned.args.transformer_impl = "local"  # the same weights under the same names
-    saved_metadata = _content_metadata(planned.folder)
     model = skeleton(planned.args)
-    pieces, _ = torch_dist.pieces(model, saved_metadata)
+    pieces, _ = torch_dist.pieces(model, _content_metadata(planned.folder))
     reader = torch_dist.Reader(planned.folder, pieces)
     mapping = planned.mapping
     stored = lambda name: reader.dtype(name) if dtype is None or name.endswith("expert_bias") else dtype

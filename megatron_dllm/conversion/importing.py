@@ -15,6 +15,7 @@ from megatron_dllm.conversion.defaults import folder_defaults
 from megatron_dllm.conversion.source import Source, family_of
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.hf import check_new_folder, read_config
+from megatron_dllm.models.rope import last_position
 
 _PRECISIONS = {torch.float32: [], torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}
 
@@ -28,10 +29,17 @@ class Import:
     args: Namespace
 
 
-def plan(path: str, family: str = "auto", mode: str | None = None, mask_token_id: int | None = None) -> Import:
+def plan(
+    path: str,
+    family: str = "auto",
+    mode: str | None = None,
+    mask_token_id: int | None = None,
+    trust_remote_code: bool = False,
+) -> Import:
     """Everything that can be wrong with a folder, found before anything is written. Raises ValueError (one sentence).
 
-    mode, mask_token_id: for which objective, default the family's usual one.
+    mode, mask_token_id: for which objective, default the family's usual one. trust_remote_code: the tokenizer may be
+    Python code in the folder.
     """
     from megatron_dllm.arguments import read_command_line
 
@@ -40,11 +48,15 @@ def plan(path: str, family: str = "auto", mode: str | None = None, mask_token_id
     mode = mode or chosen.mode or "mdlm"
     defaults = folder_defaults(path, chosen)
     source = Source(path, chosen, Namespace(**defaults))
-    argv = ["--dllm-mode", mode, "--hf-model", path, "--seq-length", str(defaults["max_position_embeddings"])]
+    longest = defaults["max_position_embeddings"]
+    longest = min(longest, last_position(defaults["dllm_rope_scaling"]) or longest)
+    argv = ["--dllm-mode", mode, "--hf-model", path, "--seq-length", str(longest)]
     argv += "--micro-batch-size 1 --lr 0 --train-iters 1 --sft-data-path none".split()
     argv += _PRECISIONS[source.dtype("embedding.word_embeddings.weight")]
     if mask_token_id is not None:
         argv += ["--dllm-mask-token-id", str(mask_token_id)]
+    if trust_remote_code:
+        argv += ["--trust-remote-code"]
     before = sys.argv
     sys.argv = [before[0], *argv]
     try:
