@@ -5,6 +5,9 @@ import os
 import pickle
 from argparse import Namespace
 
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
+from megatron_dllm import fixes
 from megatron_dllm.validation import mode_flags
 
 # What must agree between a checkpoint and the run that continues it.
@@ -138,7 +141,14 @@ def _common_state(folder: str) -> dict:
     """What is the same on all ranks: arguments, iteration, schedules."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
-    return load_common_state_dict(folder)
+    fixes.objects_run_no_code()
+    try:
+        return load_common_state_dict(folder)
+    except (Exception, CheckpointException) as error:  # a damaged file, or classes that torch does not trust
+        raise ValueError(
+            f"{folder} holds arguments that cannot be read ({type(error).__name__}): it is damaged or not trusted; "
+            f"{_advice(folder)}"
+        ) from error
 
 
 def saved_arguments(folder: str) -> Namespace:

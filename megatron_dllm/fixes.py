@@ -13,12 +13,30 @@ from megatron_dllm import optimizer_forms
 @functools.cache
 def install() -> None:
     """Once per process."""
+    objects_run_no_code()
     _torch_adam_in_distributed_optimizer()
     optimizer_forms.install()
     _prebuilt_dataset_helpers()
     _first_logged_interval()
     _fault_tolerance_parses_again()
     _padding_in_the_counts_of_biased_routers()
+
+
+@functools.cache
+def objects_run_no_code() -> None:
+    """torch unpickles the objects in a checkpoint (arguments, random states) whatever they are, so that a stranger's
+    checkpoint could run code. What Megatron's need is on its own list of safe classes."""
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    def load_bytes(self, read_item, value):
+        name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+    DefaultLoadPlanner.load_bytes = load_bytes
 
 
 def _torch_adam_in_distributed_optimizer() -> None:

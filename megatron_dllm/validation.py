@@ -47,6 +47,7 @@ _REFUSED = {
     "spec": "the mode decides the layers' attention.",
     "apply_layernorm_1p": "our norms are not zero-centred.",
     "yaml_cfg": "give flags on the command line.",
+    "pretrained_checkpoint": "use --load with --finetune, which are checked.",
     "use_checkpoint_args": "give the model's flags again; they are checked against the checkpoint.",
     "ckpt_format": "checkpoints are torch_dist, which loads in any layout.",
     "data_cache_path": "the order of samples is computed, not cached.",

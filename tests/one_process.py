@@ -1,6 +1,7 @@
 """The model in this very process: a process group of one, small configurations, batches made by hand."""
 
 import contextlib
+import os
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,22 @@ def one_process():
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def once():
+    """What runs "once per process" (a conversion, a loaded model), and may run again afterwards."""
+    from megatron.training.training import destroy_global_state
+
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        destroy_global_state()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 class OneRank:

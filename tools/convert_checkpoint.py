@@ -55,6 +55,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--family", default="auto", choices=("auto", *FAMILIES), help="default: what config.json says")
     add("--dllm-mode", metavar="MODE", help="objective it was or will be trained with; default: the family's")
     add("--dllm-mask-token-id", type=int, metavar="ID", help="default: what the folder or the family says")
+    add("--trust-remote-code", action="store_true", help="run the folder's own Python code for its tokenizer")
     add = command("export", "Megatron checkpoint, saved in any layout -> Hugging Face folder")
     add("--load", required=True, metavar="RUN", help="a run's folder, or an iteration's")
     add("--ckpt-step", type=int, metavar="N", help="iteration; default: the latest")
@@ -85,7 +86,9 @@ def import_folder(options: argparse.Namespace) -> None:
 
     check_new_folder(options.save)
     with quiet():
-        planned = importing.plan(options.hf_model, options.family, options.dllm_mode, options.dllm_mask_token_id)
+        planned = importing.plan(
+            options.hf_model, options.family, options.dllm_mode, options.dllm_mask_token_id, options.trust_remote_code
+        )
     start = time.perf_counter()
     with quiet():
         done = importing.run(planned, options.save, progress=lambda items: show(items, "weights"))

@@ -29,10 +29,17 @@ class Import:
     args: Namespace
 
 
-def plan(path: str, family: str = "auto", mode: str | None = None, mask_token_id: int | None = None) -> Import:
+def plan(
+    path: str,
+    family: str = "auto",
+    mode: str | None = None,
+    mask_token_id: int | None = None,
+    trust_remote_code: bool = False,
+) -> Import:
     """Everything that can be wrong with a folder, found before anything is written. Raises ValueError (one sentence).
 
-    mode, mask_token_id: for which objective, default the family's usual one.
+    mode, mask_token_id: for which objective, default the family's usual one. trust_remote_code: the tokenizer may be
+    Python code in the folder.
     """
     from megatron_dllm.arguments import read_command_line
 
@@ -48,6 +55,8 @@ def plan(path: str, family: str = "auto", mode: str | None = None, mask_token_id
     argv += _PRECISIONS[source.dtype("embedding.word_embeddings.weight")]
     if mask_token_id is not None:
         argv += ["--dllm-mask-token-id", str(mask_token_id)]
+    if trust_remote_code:
+        argv += ["--trust-remote-code"]
     before = sys.argv
     sys.argv = [before[0], *argv]
     try:

@@ -156,6 +156,11 @@ class HuggingFace(Tokenizer):
             hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=fast, trust_remote_code=trust)
         except Exception as error:  # transformers raises anything from OSError to KeyError
             reason = str(error).strip().splitlines() or [type(error).__name__]
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"the tokenizer in {folder} is Python code of its own, which is not run unasked: read it, then "
+                    "allow it with --trust-remote-code."
+                ) from error
             raise ValueError(
                 f"transformers cannot load a tokenizer from {folder} ({reason[0]}); "
                 "point --tokenizer-model at a folder with its tokenizer files."

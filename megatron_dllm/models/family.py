@@ -58,7 +58,7 @@ PLAIN = dict(
 # Keys of config.json that do not change what a trained network computes.
 _HARMLESS = set(
     "_name_or_path architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward dtype "
-    "eos_token_id id2label initializer_range is_encoder_decoder label2id model_type output_attentions "
+    "eos_token_id id2label initializer_range is_encoder_decoder label2id mask_token_id model_type output_attentions "
     "output_hidden_states pad_token_id problem_type pretraining_tp return_dict tokenizer_class torch_dtype "
     "transformers_version transformers.js_config unsloth_version unsloth_fixed use_cache vocab_size "
     "is_llama_config".split()

@@ -1,8 +1,8 @@
 """Hugging Face folders of safetensors, read and written a slice at a time.
 
-Memory stays near one slice whatever the model's size: readers map files and forget the map regularly, the writer lays
-out each file first and then writes rows where they belong, in any order. Nothing of a folder is executed: only
-safetensors and JSON are read.
+Memory stays near one slice whatever the model's size: rows are read from their place in a file (a map of it would count
+as memory, page by page), the writer lays out each file first and then writes rows where they belong, in any order.
+Nothing of a folder is executed: only safetensors and JSON are read.
 """
 
 import json
@@ -24,7 +24,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_FORGET_AFTER = 256 * 2**20  # bytes read through a map before it is opened anew: touched pages count as memory
+_BLOCK_BYTES = 16 * 2**20  # of whole rows, where only some columns are wanted
 
 
 def read_config(folder: str) -> dict:
@@ -55,9 +55,8 @@ class Folder:
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._file_of: dict[str, str] = {}
+        self._place: dict[str, tuple[str, int]] = {}  # key -> (file, first byte)
         self._open: dict[str, object] = {}
-        self._bytes = 0
         index = self._index()
         for name in sorted(set(index.values())) if index is not None else [SINGLE]:
             self._read_header(name, None if index is None else {key for key, file in index.items() if file == name})
@@ -101,8 +100,11 @@ class Folder:
                             "save the model in one of them first."
                         )
                     self.dtypes[key] = _DTYPES[view.get_dtype()]
-                    self._file_of[key] = name
                 present = set(file.keys())
+            with open(path, "rb") as file:  # the header is in order, or safetensors would have refused it
+                length = struct.unpack("<Q", file.read(8))[0]
+                header = json.loads(file.read(length))
+            self._place |= {key: (name, 8 + length + header[key]["data_offsets"][0]) for key in present}
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged ({error}): download it again.") from error
         if expected is not None and (wrong := sorted(expected ^ present)):
@@ -111,18 +113,32 @@ class Folder:
 
     def read(self, key: str, start: int, stop: int, columns: slice = slice(None), index: int | None = None):
         """Rows start..stop (and some columns) of a tensor, or of its slice `index`: a tensor of its own memory."""
-        name = self._file_of[key]
+        shape, dtype = self.shapes[key], self.dtypes[key]
+        name, offset = self._place[key]
+        if index is not None:
+            shape = shape[1:]
+            offset += index * _nbytes(shape, dtype)
+        if columns == slice(None):
+            return self._rows(name, offset, start, (stop - start, *shape[1:]), dtype)
+        block = max(1, _BLOCK_BYTES // _nbytes(shape[1:], dtype))
+        parts = []
+        for first in range(start, stop, block):
+            rows = self._rows(name, offset, first, (min(block, stop - first), *shape[1:]), dtype)
+            parts.append(rows[:, columns].contiguous())
+        return torch.cat(parts)
+
+    def _rows(self, name: str, offset: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if name not in self._open:
-            self._open[name] = safe_open(os.path.join(self.path, name), framework="pt")
-        view = self._open[name].get_slice(key)
-        place = (slice(start, stop),) if index is None else (slice(index, index + 1), slice(start, stop))
-        if columns != slice(None):
-            place = (*place, columns)
-        tensor = view[place].clone()
-        self._bytes += tensor.nbytes
-        if self._bytes > _FORGET_AFTER:
-            self._open, self._bytes = {}, 0
-        return tensor if index is None else tensor[0]
+            self._open[name] = open(os.path.join(self.path, name), "rb", buffering=0)  # noqa: SIM115 (while we live)
+        rows = torch.empty(shape, dtype=dtype)
+        place, data = offset + start * _nbytes(shape[1:], dtype), memoryview(rows.view(torch.uint8).flatten().numpy())
+        done = 0
+        while done < len(data):  # a single read may be cut at 2 GiB
+            count = os.preadv(self._open[name].fileno(), [data[done:]], place + done)
+            if count == 0:
+                raise ValueError(f"{os.path.join(self.path, name)} has become shorter while it was read.")
+            done += count
+        return rows
 
 
 class FolderWriter:

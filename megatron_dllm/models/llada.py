@@ -69,7 +69,7 @@ LLADA = Family(
     mode="mdlm",
     mask_token_id=126336,
     harmless=tuple(
-        "mask_token_id mlp_ratio precision rope_full_precision flash_attention alibi_bias_max init_cutoff_factor "
+        "mlp_ratio precision rope_full_precision flash_attention alibi_bias_max init_cutoff_factor "
         "init_device init_fn init_std attention_layer_norm_with_affine".split()
     ),
 )

@@ -136,7 +136,7 @@ LLADA2 = Family(
     mask_token_id=156895,
     suggested=dict(moe_router_dtype="fp32", moe_router_bias_update_rate=0.0),
     harmless=tuple(
-        "mask_token_id sliding_window max_window_layers output_router_logits router_dtype rotary_dim "
+        "sliding_window max_window_layers output_router_logits router_dtype rotary_dim "
         "mtp_loss_scaling_factor using_split_qkv_in_self_attention".split()
     ),
 )

@@ -50,6 +50,6 @@ LLADA_MOE = Family(
     mode="mdlm",
     mask_token_id=156895,
     harmless=tuple(
-        "mask_token_id output_router_logits router_aux_loss_coef routed_scaling_factor norm_topk_prob".split()
+        "output_router_logits router_aux_loss_coef routed_scaling_factor norm_topk_prob".split()
     ),
 )

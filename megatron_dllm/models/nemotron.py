@@ -28,6 +28,6 @@ NEMOTRON = Family(
     mask_token_id=100,
     suggested=dict(dllm_block_size=32, diffusion_loss_weight=0.3),
     harmless=tuple(
-        "mask_token_id dlm_paradigm block_size dlm_loss_weight ar_loss_weight dp_varying_mask_ratio".split()
+        "dlm_paradigm block_size dlm_loss_weight ar_loss_weight dp_varying_mask_ratio".split()
     ),
 )

@@ -29,7 +29,7 @@ DREAM = Family(
     entries=(*_OLD_ENTRIES, Only("use_mrope", False, written=False)),
     weights=_WEIGHTS,
     arguments=dict(add_qkv_bias=True),
-    harmless=(*_HARMLESS, "mask_token_id"),
+    harmless=_HARMLESS,
     stock="qwen2",
     mode="mdlm",
     mask_token_id=151666,

@@ -19,7 +19,7 @@ QWEN3 = Family(
     entries=_ENTRIES,
     weights=(decoder_weights() | head_norms(),),
     arguments=dict(qk_layernorm=True),
-    harmless=(*_HARMLESS, "mask_token_id", "block_size"),
+    harmless=(*_HARMLESS, "block_size"),
 )
 QWEN3_MOE = Family(
     name="qwen3_moe",

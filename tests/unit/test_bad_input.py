@@ -91,6 +91,7 @@ FLAGS = {
     "--scdd-max-ratio 0.2": "--scdd-max-ratio belongs to --dllm-mode scdd, not mdlm",
     "--model-preset nosuch": "unknown --model-preset 'nosuch': choose one of dream-7b, ",
     "--calculate-per-token-loss": "--calculate-per-token-loss cannot be used",
+    "--pretrained-checkpoint runs/a": "--pretrained-checkpoint cannot be used: use --load with --finetune",
     "--use-checkpoint-args": "--use-checkpoint-args cannot be used: give the model's flags again",
     "--window-size 8,0": "--window-size cannot be used",
     "--rotary-interleaved": "rotary embeddings rotate halves",

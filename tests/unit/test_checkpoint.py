@@ -16,7 +16,7 @@ def arguments(**changes) -> Namespace:
         no_load_optim=False, use_distributed_optimizer=False, override_opt_param_scheduler=True, bf16=False, fp16=False,
         optimizer="adam", use_precision_aware_optimizer=False, dist_ckpt_optim_fully_reshardable=True,
     )  # fmt: skip
-    run = dict(rank=0, dllm_mode="bd3lm", dllm_block_size=4)
+    run = dict(rank=0, dllm_mode="bd3lm", dllm_block_size=4, init_from_hf=False)
     return Namespace(**run | optimizer | usual | changes)
 
 

@@ -271,6 +271,16 @@ def test_round_trip(tmp_path, name):
     getattr(transformers, stock.transformers_config)(**as_stock)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_reads_the_mask_token_that_exports_write(name):
+    config = next((config for config, family, *_ in RELEASED.values() if family == name), None)
+    if config is None:
+        config = dict(model_type=get_family(name).types[0], num_nextn_predict_layers=0)
+        config = config | (DREAM_7B if name == "fast_dllm_v2" else {})
+        config.pop("use_mrope", None)
+    assert get_family(name).read(config | dict(mask_token_id=5)) == get_family(name).read(config)
+
+
 def changed(base, **changes):
     config = {key: value for key, value in (copy.deepcopy(base) | changes).items() if value is not ...}
     return config

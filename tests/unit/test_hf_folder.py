@@ -88,9 +88,15 @@ def test_reads_a_hub_cache(sharded, tmp_path_factory):
     assert_reads(snapshot)
 
 
-def test_forgets_its_maps_and_reads_on(sharded, monkeypatch):
-    monkeypatch.setattr(hf, "_FORGET_AFTER", 0)
+def test_reads_columns_row_by_row(sharded, monkeypatch):
+    monkeypatch.setattr(hf, "_BLOCK_BYTES", 1)
     assert_reads(sharded)
+
+
+def test_file_that_is_cut_while_it_is_read(sharded):
+    folder = Folder(sharded)
+    os.truncate(sharded / "x-2.safetensors", 90)
+    assert "has become shorter" in refused(folder.read, "c", 0, 2)
 
 
 def test_no_weights(tmp_path):
