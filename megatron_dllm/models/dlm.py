@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
@@ -61,6 +62,9 @@ def block_spec(config, rule: Rule, backend: str, vp_stage: int | None) -> Transf
         attention.core_attention = core_attention
         if not transformer_engine:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+            if getattr(layer.submodules.mlp, "func", None) is MoELayer:
+                # before experts the norm is a module of its own in Transformer Engine's layers too, and stored as one
+                del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
             if config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = HeadRMSNorm
         layers.append(layer)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from megatron.training.argument_utils import ArgumentGroupFactory
@@ -202,6 +203,9 @@ def clean_up() -> None:
     training.destroy_global_state()
     if dist.is_initialized():
         dist.destroy_process_group()
+    for dispatcher in (thing for thing in gc.get_objects() if issubclass(type(thing), MoETokenDispatcher)):
+        # it remembers a tensor, whose graph keeps the model by hooks that the collector does not see
+        vars(dispatcher).update({name: None for name, value in vars(dispatcher).items() if torch.is_tensor(value)})
     gc.collect()  # models are cyclic: they keep their process groups, and those their threads
     training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
 

@@ -1,76 +1,14 @@
 """Every family's logits, loaded by the training program's own path, equal the transformers class's."""
 
-import contextlib
-import sys
-
 import pytest
 import torch
+from megatron.core.transformer.module import Float16Module
+from safetensors.torch import load_file
 
-from megatron_dllm.arguments import read_command_line
-from megatron_dllm.modes import MODES
-from megatron_dllm.modes.base import NUM_ATTRIBUTES, POSITION
 from tests.hf_models import MODELS, make
-from tests.one_process import one_process
+from tests.parity.loading import RULES, build, inputs, oracle
 
-B, Q = 2, 24
-RULES = {
-    "full": lambda q, k: torch.ones_like(q[..., POSITION] == k[..., POSITION]),
-    "causal": lambda q, k: q[..., POSITION] >= k[..., POSITION],
-    "block-causal": lambda q, k: q[..., POSITION] // 5 >= k[..., POSITION] // 5,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def parallel_state():
-    with one_process():
-        yield
-
-
-@contextlib.contextmanager
-def command(*argv):
-    """The arguments of a training command as Megatron's global ones."""
-    from megatron.training import global_vars
-
-    before = sys.argv
-    sys.argv = [
-        "pretrain_dllm.py",
-        *"--seq-length 32 --micro-batch-size 1 --lr 1e-3 --train-iters 1 --sft-data-path none.jsonl".split(),
-        *argv,
-    ]
-    try:
-        args, _ = read_command_line()
-        global_vars.set_args(args)
-        yield args
-    finally:
-        sys.argv = before
-        global_vars.unset_global_variables()
-
-
-def build(path, *argv, rule=None):
-    from megatron_dllm.training import model_provider
-
-    mode = MODES["mdlm"]
-    visible = mode.visible
-    with command("--dllm-mode", "mdlm", "--hf-model", path, "--init-from-hf", *argv):
-        try:
-            mode.visible = rule or visible
-            return model_provider().eval()
-        finally:
-            mode.visible = visible
-
-
-def inputs():
-    tokens = torch.randint(4, 90, (B, Q), generator=torch.Generator().manual_seed(3))
-    attributes = torch.zeros(B, Q, NUM_ATTRIBUTES, dtype=torch.int32)
-    attributes[..., POSITION] = torch.arange(Q)
-    return tokens, torch.arange(Q).expand(B, Q), attributes
-
-
-def oracle(model, tokens, rule):
-    _, _, attributes = inputs()
-    allowed = rule(attributes[:, :, None], attributes[:, None])
-    mask = torch.zeros(B, 1, Q, Q).masked_fill(~allowed[:, None], torch.finfo(torch.float32).min)
-    return model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+pytestmark = pytest.mark.usefixtures("parallel_state")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -83,3 +21,25 @@ def test_logits(tmp_path, name, rule):
         expected = oracle(theirs, tokens, RULES[rule])
         logits = ours(tokens, positions, attributes)
     assert (logits[..., :91] - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "cast",
+    (
+        lambda model: model,
+        lambda model: Float16Module(model.config, model),
+        lambda model: torch.nn.Sequential(model).to(torch.bfloat16),
+        lambda model: model.half().cpu().float(),
+    ),
+    ids=("built", "wrapped", "inside another", "there and back"),
+)
+def test_selection_biases_keep_fp32(tmp_path, cast):
+    """Rounded to bf16, some would choose another expert."""
+    path, _ = make("llada2", tmp_path)
+    model = cast(build(path, "--bf16"))
+    saved = [value for key, value in sorted(load_file(f"{path}/model.safetensors").items()) if "expert_bias" in key]
+    held = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+    assert len(held) == len(saved) == 3
+    for ours, theirs in zip(held, saved, strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
+        assert not torch.equal(ours, ours.bfloat16().float())
