@@ -22,6 +22,7 @@ setup(
     ],
     extras_require={
         "test": ["pytest", "hypothesis", "ruff"],
+        "real": ["accelerate", "gguf"],  # what transformers reads GGUF with, for tests/real
         "wandb": ["wandb"],
         "te": ["transformer-engine[core_cu13,pytorch]"],
     },

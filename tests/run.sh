@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lints and tests everything: bash tests/run.sh [pytest arguments]
-# Makes .venv if it is missing. Default: all but the slow tests (`bash tests/run.sh -m slow` runs those).
+# Makes .venv if it is missing. Default: all but the slow tests (`bash tests/run.sh -m slow` runs those) and those with
+# a released model (`bash tests/run.sh -m real`; README.md says what they need).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/environment.sh
@@ -8,4 +9,4 @@ use_environment test
 
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ruff check .
-exec python -m pytest -m "not slow" "$@"
+exec python -m pytest -m "not slow and not real" "$@"

@@ -104,6 +104,7 @@ def export_folder(options: argparse.Namespace) -> None:
     import torch
 
     from megatron_dllm.conversion import exporting
+    from megatron_dllm.conversion.defaults import has_tokenizer, misread_tokenizer
 
     check_new_folder(options.save)
     with quiet():
@@ -120,6 +121,10 @@ def export_folder(options: argparse.Namespace) -> None:
         f"{planned.folder}: {done['tensors']} tensors, {done['bytes'] / 1e9:.2f} GB in {done['files']} file(s), "
         f"{time.perf_counter() - start:.0f} s.\n{options.save} is a {planned.family.name} folder."
     )
+    if not has_tokenizer(options.save):
+        print(f"It holds no tokenizer: transformers has no form for this run's ({planned.args.tokenizer_type}).")
+    elif (kind := misread_tokenizer(options.save)) is not None:
+        print(f"AutoTokenizer takes its tokenizer for a {kind}: load it with PreTrainedTokenizerFast.from_pretrained.")
     if planned.family.has_own_code and "auto_map" not in planned.config:
         print(
             f"It loads with this family's own modelling code only; --export-as transformers writes a "

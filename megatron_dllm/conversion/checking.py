@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dllm.checkpoint import iteration_folder
 from megatron_dllm.conversion.source import Source, family_of
-from megatron_dllm.generation.load import build, plan
+from megatron_dllm.data.tokenizer import HUGGING_FACE
+from megatron_dllm.generation.load import build, plan, saved_run
 from megatron_dllm.models import get_family
 from megatron_dllm.models.hf import read_config
 from megatron_dllm.modes import MODES
@@ -36,7 +38,7 @@ def compare(path: str, load: str, step: int | None = None, text: str = "") -> Co
     The folder's side is the transformers class that the family equals, filled with the folder's tensors by name.
     Raises ValueError (one sentence) for a folder or checkpoint that cannot be read.
     """
-    planned = plan(load, step=step, tokenizer_model=path if os.path.isdir(path) else None)
+    planned = plan(load, step=step, tokenizer_model=_moved_tokenizer(path, load, step))
     planned.args.bf16, planned.args.fp16, planned.args.params_dtype = False, False, torch.float32
     ids = planned.tokenizer.encode(text)
     if not ids:
@@ -71,6 +73,16 @@ def compare(path: str, load: str, step: int | None = None, text: str = "") -> Co
         differences[name] = (logits[..., : expected.shape[-1]] - expected).abs().max().item()
         largest = max(largest, expected.abs().max().item())
     return Comparison(differences, largest, len(ids))
+
+
+def _moved_tokenizer(path: str, load: str, step: int | None) -> str | None:
+    """The folder, if the run's tokenizer came from one that is no longer where it was."""
+    folder = iteration_folder(load, step)
+    if folder is None or not os.path.isdir(folder):
+        return None  # `plan` says so
+    args = saved_run(folder)
+    is_there = args.tokenizer_type != HUGGING_FACE or os.path.isdir(args.tokenizer_model)
+    return None if is_there else path
 
 
 def reference_model(path: str) -> torch.nn.Module:

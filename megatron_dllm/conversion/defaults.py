@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about a run: architecture, ids and tokenizer, as defaults of Megatron's flags."""
+"""What a Hugging Face folder says about a run: architecture, token ids, tokenizer, as defaults of Megatron's flags."""
 
 import json
 import os
@@ -30,6 +30,19 @@ def config_defaults(config: dict, family: Family) -> dict:
 
 def has_tokenizer(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in _TOKENIZER_FILES)
+
+
+def misread_tokenizer(path: str) -> str | None:
+    """The class that transformers' AutoTokenizer takes instead of the one that the folder names, if it does."""
+    from transformers import AutoTokenizer
+
+    from megatron_dllm.data.tokenizer import HuggingFace
+
+    try:
+        ours, theirs = HuggingFace(path).hf, AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception:  # code of the folder's own
+        return None
+    return None if type(ours) is type(theirs) else type(theirs).__name__
 
 
 def special_ids(path: str | None) -> dict:

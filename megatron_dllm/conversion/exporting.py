@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from megatron_dllm.checkpoint import RELEASE, TRACKER, iteration_folder
 from megatron_dllm.conversion.defaults import has_tokenizer
+from megatron_dllm.data.tokenizer import SENTENCEPIECE, build_tokenizer
 from megatron_dllm.generation.load import neutralise, saved_run
 from megatron_dllm.models import FAMILIES, get_family, recognise
 from megatron_dllm.models.family import Family
@@ -214,8 +216,30 @@ def _write_tokenizer(args: Namespace, folder: str) -> None:
         for name in _TOKENIZER_FILES:
             if os.path.isfile(os.path.join(path, name)):
                 shutil.copy(os.path.join(path, name), os.path.join(folder, name))
-    elif path and os.path.isfile(path):
-        shutil.copy(path, os.path.join(folder, "tokenizer.model"))
+    elif args.tokenizer_type in SENTENCEPIECE and path and os.path.isfile(path):
+        _write_sentencepiece(path, args.dllm_mask_token_id, folder)
+
+
+def _write_sentencepiece(path: str, mask: int | None, folder: str) -> None:
+    """As tokenizer.json: the same pieces under the same ids. (Among segmentations that are equally likely it may take
+    another.) The file comes along too, under a name that no class of transformers takes for its own kind."""
+    from transformers import PreTrainedTokenizerFast
+
+    model = build_tokenizer(Namespace(tokenizer_type=SENTENCEPIECE[0], tokenizer_model=path))
+    ids = dict(pad_token=model.pad_id, eos_token=model.eos_id, bos_token=model.bos_id, mask_token=mask)
+    with tempfile.TemporaryDirectory() as part:
+        shutil.copy(path, os.path.join(part, "tokenizer.model"))
+        _write_json(os.path.join(part, "tokenizer_config.json"), dict(tokenizer_class="PreTrainedTokenizerFast"))
+        try:
+            converted = PreTrainedTokenizerFast.from_pretrained(part)
+        except Exception:  # whatever transformers lacks for this kind
+            converted = None
+    shutil.copy(path, os.path.join(folder, "sentencepiece.model"))
+    if converted is not None and len(converted) == model.vocab_size:
+        converted.add_special_tokens(
+            {name: converted.convert_ids_to_tokens(i) for name, i in ids.items() if i is not None}
+        )
+        converted.save_pretrained(folder)
 
 
 def _write_json(path: str, content: dict) -> None:

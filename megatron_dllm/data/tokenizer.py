@@ -9,6 +9,7 @@ Every tokenizer can be pickled and forked into data-loader workers.
 """
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -150,10 +151,12 @@ class HuggingFace(Tokenizer):
     """A local folder that `transformers.AutoTokenizer` can load."""
 
     def __init__(self, folder: str, chat_template: str | None = None, fast: bool = True, trust: bool = False):
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # AutoTokenizer prefers some models' usual class to the folder's word, and then reads another vocabulary's text.
+        loader = PreTrainedTokenizerFast if _is_generic(folder) else AutoTokenizer
         try:
-            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=fast, trust_remote_code=trust)
+            hf = loader.from_pretrained(folder, local_files_only=True, use_fast=fast, trust_remote_code=trust)
         except Exception as error:  # transformers raises anything from OSError to KeyError
             reason = str(error).strip().splitlines() or [type(error).__name__]
             if "trust_remote_code" in str(error):
@@ -206,6 +209,17 @@ class HuggingFace(Tokenizer):
 
     def _decode(self, ids: list[int], show_special: bool) -> str:
         return self.hf.decode(ids, skip_special_tokens=not show_special, clean_up_tokenization_spaces=False)
+
+
+def _is_generic(folder: str) -> bool:
+    """Whether the folder says that its tokenizer.json is all there is to its tokenizer."""
+    try:
+        with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as file:
+            name = json.load(file).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return False
+    known = ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return name in known and os.path.isfile(os.path.join(folder, "tokenizer.json"))
 
 
 class ByteLevel(Tokenizer):

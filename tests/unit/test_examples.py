@@ -181,17 +181,20 @@ def test_documents_name_files_that_exist(document):
         assert (ROOT / name).exists() or (document.parent / name).exists(), f"{document.name} names {name}"
 
 
-def help_of(program: str) -> str:
-    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def flags_of(*program: str) -> set[str]:
+    """The flags in its help."""
+    done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return set(re.findall(r"--[a-z][\w-]+", done.stdout))
 
 
 def test_documents_use_flags_that_exist():
     """In commands, flags of the program that is called; in prose, flags of any program."""
     programs = [ROOT / "pretrain_dllm.py", *sorted((ROOT / "tools").glob("*.py"))]
-    known = {p.name: set(re.findall(r"--[a-z][\w-]+", help_of(str(p)))) for p in programs}
-    known["unigram_entropy.py"] = set(re.findall(r"--[a-z][\w-]+", help_of("examples/unigram_entropy.py")))
+    known = {p.name: flags_of(str(p)) for p in programs}
+    known["unigram_entropy.py"] = flags_of("examples/unigram_entropy.py")
+    converts = {command: flags_of("tools/convert_checkpoint.py", command) for command in ("import", "export", "check")}
+    known["convert_checkpoint.py"] |= set().union(*converts.values())
     for name, command in COMMANDS:
         words = command.split()
         program = next((Path(w).name for w in words if Path(w).name in known), None)
@@ -200,8 +203,9 @@ def test_documents_use_flags_that_exist():
         if program is None:
             continue
         start = next(i for i, w in enumerate(words) if Path(w).name == program or w.startswith(RUNS_IT))
+        flags = converts[words[start + 1]] if program == "convert_checkpoint.py" else known[program]
         for flag in (w.split("=")[0] for w in words[start:] if w.startswith("--")):
-            assert flag in known[program], f"{name}: {program} has no {flag} ({command})"
+            assert flag in flags, f"{name}: {program} has no {flag} ({command})"
     anything = set().union(*known.values())
     for document in DOCUMENTS:
         prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
