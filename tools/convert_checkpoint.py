@@ -70,6 +70,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--hf-model", required=True, metavar="DIR")
     add("--load", required=True, metavar="RUN")
     add("--ckpt-step", type=int, metavar="N")
+    add("--trust-remote-code", action="store_true", help="run the folder's own Python code for its tokenizer")
     add("--text", default="The capital of France is Paris, and the sea is blue.", help="default: %(default)s")
     add("--tolerance", type=tolerance, default=1e-4, help="largest difference, of the largest logit (%(default)s)")
     return parser.parse_args(argv)
@@ -136,7 +137,9 @@ def check(options: argparse.Namespace) -> None:
     from megatron_dllm.conversion import checking
 
     with quiet():
-        result = checking.compare(options.hf_model, options.load, options.ckpt_step, options.text)
+        result = checking.compare(
+            options.hf_model, options.load, options.ckpt_step, options.text, options.trust_remote_code
+        )
     for rule, difference in result.differences.items():
         print(f"{rule:12} attention: largest difference {difference:.2e} of logits up to {result.largest:.1f}")
     worst = max(result.differences.values(), key=lambda x: math.inf if math.isnan(x) else x)

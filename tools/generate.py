@@ -34,6 +34,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--chat-template", metavar="FILE", help="where the chat template is now, or another one")
     add("--dllm-mask-token-id", type=int, metavar="ID", help="must be the id that the model was trained with")
     add("--bf16", action="store_true", help="compute in bf16; default: the precision of training")
+    add("--trust-remote-code", action="store_true", help="run the Python code of a tokenizer that comes with some")
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--messages-file", metavar="FILE", help='JSONL: a conversation {"messages": [...]} per line')
@@ -128,6 +129,7 @@ def main() -> None:
                 chat_template=options.chat_template,
                 mask_token_id=options.dllm_mask_token_id,
                 bf16=options.bf16,
+                trust_remote_code=options.trust_remote_code,
             )
         args, tokenizer = planned.args, planned.tokenizer
         check_sampler(args.dllm_mode, config, tokenizer)

@@ -32,13 +32,16 @@ class Comparison:
     tokens: int
 
 
-def compare(path: str, load: str, step: int | None = None, text: str = "") -> Comparison:
+def compare(
+    path: str, load: str, step: int | None = None, text: str = "", trust_remote_code: bool = False
+) -> Comparison:
     """Logits of both on `text`, in fp32, under three attention rules. Holds both models in memory.
 
     The folder's side is the transformers class that the family equals, filled with the folder's tensors by name.
     Raises ValueError (one sentence) for a folder or checkpoint that cannot be read.
     """
-    planned = plan(load, step=step, tokenizer_model=_moved_tokenizer(path, load, step))
+    tokenizer = _moved_tokenizer(path, load, step)
+    planned = plan(load, step=step, tokenizer_model=tokenizer, trust_remote_code=trust_remote_code)
     planned.args.bf16, planned.args.fp16, planned.args.params_dtype = False, False, torch.float32
     ids = planned.tokenizer.encode(text)
     if not ids:

@@ -104,11 +104,13 @@ def plan(
     chat_template: str | None = None,
     mask_token_id: int | None = None,
     bf16: bool = False,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """Everything that can be wrong, found before anything is built.
 
     path: a run's folder, or that of an iteration; step: which iteration of the run, default the latest.
     tokenizer_model, chat_template: where the files are now, if they have moved since training.
+    trust_remote_code: the tokenizer may be Python code of its folder; what the checkpoint says about that is not heard.
     mask_token_id: only checked; bf16: compute in bf16 also if the model was trained in another precision.
     Raises ValueError (one sentence): no checkpoint or a damaged one, a layout that does not fit, a tokenizer
     that is missing or another one, another mask token.
@@ -123,6 +125,7 @@ def plan(
         raise ValueError(
             f"{folder} was trained with mask token {saved_mask}, not {mask_token_id}: leave out --dllm-mask-token-id."
         )
+    args.trust_remote_code = trust_remote_code
     for name, value in dict(tokenizer_model=tokenizer_model, chat_template=chat_template).items():
         if value is not None:
             setattr(args, name, value)

@@ -4,7 +4,8 @@ Equal to LlamaForCausalLM without a causal mask. In a block, ff_proj is the gate
 transformer.ff_out is the head.
 """
 
-from megatron_dllm.models.family import Entry, Family, Heads, Only, Rope, Same, Untied, positive
+from megatron_dllm.models.entries import Entry, Heads, Only, Rope, Same, Untied, positive
+from megatron_dllm.models.family import Family
 from megatron_dllm.models.weights import Interleaved, Stacked
 
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.transformer.blocks.{layer}."

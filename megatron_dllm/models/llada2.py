@@ -5,7 +5,8 @@ Equal to Glm4MoeForCausalLM. Query, key and value are one tensor [all queries | 
 "merged" layout keeps the experts of a layer in one tensor. The selection bias of the experts is a buffer in fp32.
 """
 
-from megatron_dllm.models.family import Choice, DenseFirst, Entry, Family, Heads, Only, Rope, Same, positive
+from megatron_dllm.models.entries import Choice, DenseFirst, Entry, Heads, Only, Rope, Same, positive
+from megatron_dllm.models.family import Family
 from megatron_dllm.models.llama import SIZES, decoder_weights, experts, head_norms, shared_experts
 from megatron_dllm.models.weights import ExpertSlice, InterleavedFused, Stacked, Table
 

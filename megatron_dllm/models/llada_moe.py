@@ -4,7 +4,8 @@ Equal to Qwen3MoeForCausalLM with norm_topk_prob off, whatever this configuratio
 ignores norm_topk_prob and routed_scaling_factor. Its model_type is LLaDA's ("llada"); the architecture tells which.
 """
 
-from megatron_dllm.models.family import Entry, Family, Heads, Only, Rope, Same
+from megatron_dllm.models.entries import Entry, Heads, Only, Rope, Same
+from megatron_dllm.models.family import Family
 from megatron_dllm.models.llama import SIZES, decoder_weights, experts, head_norms
 
 

@@ -1,6 +1,7 @@
 """Llama and models of its shape (SmolLM2, ...). transformers: LlamaForCausalLM. The other families build on these."""
 
-from megatron_dllm.models.family import Family, Heads, Only, Rope, Same, Untied
+from megatron_dllm.models.entries import Heads, Only, Rope, Same, Untied
+from megatron_dllm.models.family import Family
 from megatron_dllm.models.weights import Interleaved, Stacked, Table
 
 SIZES = (

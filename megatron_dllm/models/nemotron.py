@@ -4,7 +4,8 @@ One head serves both objectives (diffusion_head). Queries are scaled up with the
 `original_max_position_embeddings` on; that is not implemented, and longer sequences are refused.
 """
 
-from megatron_dllm.models.family import Family, Heads, Only, Rope
+from megatron_dllm.models.entries import Heads, Only, Rope
+from megatron_dllm.models.family import Family
 from megatron_dllm.models.llama import SIZES, decoder_weights
 
 _ENTRIES = (*SIZES, Heads(), Rope(), Only("sliding_window", None))

@@ -4,7 +4,8 @@ Dream and Fast-dLLM v2 predict a token from the position before it (a shift that
 to the weights). Sources: Dream 7B (arXiv:2508.15487), Fast-dLLM v2 (arXiv:2509.26328) and their configuration classes.
 """
 
-from megatron_dllm.models.family import AllFull, Family, Heads, Only, Rope
+from megatron_dllm.models.entries import AllFull, Heads, Only, Rope
+from megatron_dllm.models.family import Family
 from megatron_dllm.models.llama import SIZES, decoder_weights, qkv_bias
 
 _ENTRIES = (*SIZES, Heads(), Rope(), AllFull(), Only("use_sliding_window", False))

@@ -4,7 +4,8 @@ transformers: Qwen3ForCausalLM, Qwen3MoeForCausalLM. The experts' router is a so
 (norm_topk_prob) or over all of them.
 """
 
-from megatron_dllm.models.family import AllFull, Choice, Family, Heads, Only, Rope, Same
+from megatron_dllm.models.entries import AllFull, Choice, Heads, Only, Rope, Same
+from megatron_dllm.models.family import Family
 from megatron_dllm.models.llama import SIZES, decoder_weights, experts, head_norms
 
 _ENTRIES = (*SIZES, Heads(), Rope(), AllFull(), Only("use_sliding_window", False), Only("attention_bias", False))
