@@ -193,6 +193,7 @@ def _defaults() -> dict:
         transformer_impl="local",
         cp_comm_type=["a2a"],
         dataloader_type="external",
+        moe_token_dispatcher_type="alltoall",  # the only one that exchanges batches of different lengths
         eval_interval=1000,
         dist_ckpt_optim_fully_reshardable=True,  # the optimizer state loads at any other layout too
         apply_rope_fusion=False,  # positions differ by row

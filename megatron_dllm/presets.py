@@ -129,7 +129,7 @@ PRESETS: dict[str, dict | Released] = {
     # A debug model that trains in seconds on a laptop; divisible by TP 4 and PP 4.
     "tiny": _TINY,
     "tiny-moe": _TINY
-    | dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=192, moe_token_dispatcher_type="alltoall"),
+    | dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=192),
     "llada-8b": Released(
         "llada",
         dict(

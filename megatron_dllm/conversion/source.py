@@ -62,7 +62,8 @@ class Source:
                 raise ValueError(f"{key} in {path} is {list(found[key])}, but config.json makes it {list(shape)}.")
         for name, (_, rows) in self.mapping.megatron.items():
             if len(kinds := {self.folder.dtypes[piece.key] for piece in rows}) > 1:
-                raise ValueError(f"{path} stores the parts of {name} in {kinds}: save it in one precision.")
+                both = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+                raise ValueError(f"{path} stores the parts of {name} in {both}: save it in one precision.")
 
     def _is_tied_copy(self, key: str) -> bool:
         """Some tied folders store the head all the same: fine if it is the embedding."""

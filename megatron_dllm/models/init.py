@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from megatron_dllm.models.weights import VOCABULARY
+from megatron_dllm.models.weights import VOCABULARY, local_name
 from megatron_dllm.noise import hashed_seed
 
 _ROWS_AT_ONCE = 1024
@@ -97,7 +97,7 @@ def draw_rows(
         width *= _group(model, name).size()
     generator = torch.Generator()
     drawn = torch.empty(width, dtype=torch.float32)
-    base = hashed_seed(seed, "weights", full_name)
+    base = hashed_seed(seed, "weights", local_name(full_name))
     place = 0
     for run in runs:
         wanted = range(max(first, run.start), run.stop if limit is None else min(limit, run.stop))

@@ -15,7 +15,7 @@ from tests.hf_models import VOCABULARY
 # 2 steps of 4 samples, up to 32 tokens of one word each
 TRAIN = (
     "--dllm-mode mdlm --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 "
-    "--eval-iters 0 --log-interval 1 --make-vocab-size-divisible-by 8 --moe-token-dispatcher-type alltoall"
+    "--eval-iters 0 --log-interval 1 --make-vocab-size-divisible-by 8"
 ).split()
 
 
