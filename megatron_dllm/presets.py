@@ -128,8 +128,7 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool = False, *
 PRESETS: dict[str, dict | Released] = {
     # A debug model that trains in seconds on a laptop; divisible by TP 4 and PP 4.
     "tiny": _TINY,
-    "tiny-moe": _TINY
-    | dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=192),
+    "tiny-moe": _TINY | dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=192),
     "llada-8b": Released(
         "llada",
         dict(
