@@ -155,6 +155,7 @@ def test_the_adapted_model_is_given_back(folder, adapted):
     path, _ = adapted
     out = folder.parent / "given_back"
     python(f"{CONVERT} export --load", path, "--save", out)
+    assert "equal." in python(f"{CONVERT} check --hf-model", out, "--load", path)
     ids = AutoTokenizer.from_pretrained(out)("The keys of a dictionary must be hashable.")["input_ids"]
     _run([sys.executable, "-c", _CLEAN_LOGITS, str(path), json.dumps(ids), str(folder.parent / "logits.pt")])
     ours = torch.load(folder.parent / "logits.pt")
