@@ -17,6 +17,7 @@ import random
 import sys
 import time
 import traceback
+import types
 from pathlib import Path
 
 import megatron.training.training as training
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
@@ -203,9 +205,12 @@ def clean_up() -> None:
     training.destroy_global_state()
     if dist.is_initialized():
         dist.destroy_process_group()
-    for dispatcher in (thing for thing in gc.get_objects() if issubclass(type(thing), MoETokenDispatcher)):
-        # it remembers a tensor, whose graph keeps the model by hooks that the collector does not see
-        vars(dispatcher).update({name: None for name, value in vars(dispatcher).items() if torch.is_tensor(value)})
+    for thing in gc.get_objects():  # what keeps models by hooks of the autograd graph, which the collector does not see
+        if issubclass(type(thing), MoETokenDispatcher):  # remembers a tensor
+            vars(thing).update({name: None for name, value in vars(thing).items() if torch.is_tensor(value)})
+        elif issubclass(type(thing), DistributedDataParallel) and thing.ddp_config.use_distributed_optimizer:
+            for cell in (r for r in gc.get_referrers(thing) if isinstance(r, types.CellType)):
+                del cell.cell_contents
     gc.collect()  # models are cyclic: they keep their process groups, and those their threads
     training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
 
