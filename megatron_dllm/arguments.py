@@ -16,6 +16,7 @@ import torch
 
 from megatron_dllm.conversion.defaults import folder_defaults
 from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_dllm.models import FAMILIES, get_family
 from megatron_dllm.models.attention import BACKENDS
 from megatron_dllm.models.rope import parse_scaling
 from megatron_dllm.modes import MODES, get_mode
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--hf-model",
         metavar="DIR",
         help="Local Hugging Face folder: its architecture, token ids and tokenizer become the defaults of this run.",
+    )
+    group.add_argument(
+        "--dllm-family",
+        default=None,
+        metavar="FAMILY",
+        help=f"What --hf-model is ({', '.join(FAMILIES)}); default: what its config.json says.",
     )
     group.add_argument(
         "--init-from-hf",
@@ -159,17 +166,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             action.help = "How context parallelism communicates: a2a (exchange heads) or all_gather (gather K/V)."
         elif action.dest == "moe_paged_stash_buffer_size_factor_cuda":  # a bare % makes --help fail
             action.help = action.help.replace("10%)", "10%%)")
-    parser.set_defaults(**_defaults(), dllm_family=None)
+    parser.set_defaults(**_defaults())
     shape = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     shape.add_argument("--model-preset")
     shape.add_argument("--hf-model")
+    shape.add_argument("--dllm-family")
     chosen, _ = shape.parse_known_args()
     if chosen.model_preset is not None and chosen.hf_model is not None:
         raise ValueError("--model-preset and --hf-model both give the model's shape: give one of them.")
     if chosen.model_preset is not None:
         parser.set_defaults(**get_preset(chosen.model_preset))
     if chosen.hf_model is not None:
-        parser.set_defaults(**folder_defaults(chosen.hf_model))
+        family = None if chosen.dllm_family is None else get_family(chosen.dllm_family)
+        parser.set_defaults(**folder_defaults(chosen.hf_model, family))
     return parser
 
 

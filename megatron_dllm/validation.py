@@ -13,6 +13,7 @@ from megatron_dllm.conversion.defaults import has_tokenizer
 from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.models import get_family
 from megatron_dllm.models.family import PLAIN
+from megatron_dllm.models.hf import read_config
 from megatron_dllm.models.rope import last_position
 from megatron_dllm.modes import MODES
 from megatron_dllm.parallel import length_multiple
@@ -45,7 +46,7 @@ _REFUSED = {
     "dataloader_type": "the order of samples is a function of the seed and the epoch alone.",
     "attention_backend": "attention follows the mode's rule; see --dllm-attention-backend.",
     "spec": "the mode decides the layers' attention.",
-    "apply_layernorm_1p": "our norms are not zero-centred.",
+    "layernorm_zero_centered_gamma": "our norms are not zero-centred.",
     "yaml_cfg": "give flags on the command line.",
     "pretrained_checkpoint": "use --load with --finetune, which are checked.",
     "use_checkpoint_args": "give the model's flags again; they are checked against the checkpoint.",
@@ -190,6 +191,8 @@ def check_conversion(args, given: set[str]) -> None:
             f"--seq-length {args.seq_length}: this model scales its queries from position {last} on "
             f"(llama_4_scaling_beta), which is not implemented; use at most {last}."
         )
+    if "dllm_family" in given and args.hf_model is None:
+        raise ValueError("--dllm-family says what --hf-model is: give that too, or neither.")
     if args.hf_model is not None:
         args.hf_model = os.path.abspath(args.hf_model)
         if not has_tokenizer(args.hf_model) and args.tokenizer_type is None:
@@ -197,9 +200,13 @@ def check_conversion(args, given: set[str]) -> None:
     if args.init_from_hf:
         if args.hf_model is None:
             raise ValueError("--init-from-hf reads the weights of --hf-model DIR: give it.")
-        if changed := sorted(set(PLAIN) & given):
-            flag = "--" + changed[0].replace("_", "-")
-            raise ValueError(f"{flag} is given by the weights that --init-from-hf reads: remove it.")
+        theirs = get_family(args.dllm_family).read(read_config(args.hf_model))
+        for name in sorted(set(PLAIN) & given):
+            if getattr(args, name) != theirs[name]:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(args, name)} does not fit {args.hf_model}, whose weights "
+                    f"--init-from-hf reads ({theirs[name]}): remove the flag."
+                )
     if args.save_hf_interval is None:
         return
     if args.save is None or args.save_hf_interval < 1 or args.save_hf_interval % args.save_interval:

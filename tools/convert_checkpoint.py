@@ -55,6 +55,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--family", default="auto", choices=("auto", *FAMILIES), help="default: what config.json says")
     add("--dllm-mode", metavar="MODE", help="objective it was or will be trained with; default: the family's")
     add("--dllm-mask-token-id", type=int, metavar="ID", help="default: what the folder or the family says")
+    add("--tokenizer-type", metavar="TYPE", help="for a folder without a tokenizer; default: the folder's own")
+    add("--tokenizer-model", metavar="PATH", help="with --tokenizer-type")
     add("--trust-remote-code", action="store_true", help="run the folder's own Python code for its tokenizer")
     add = command("export", "Megatron checkpoint, saved in any layout -> Hugging Face folder")
     add("--load", required=True, metavar="RUN", help="a run's folder, or an iteration's")
@@ -88,7 +90,13 @@ def import_folder(options: argparse.Namespace) -> None:
     check_new_folder(options.save)
     with quiet():
         planned = importing.plan(
-            options.hf_model, options.family, options.dllm_mode, options.dllm_mask_token_id, options.trust_remote_code
+            options.hf_model,
+            options.family,
+            options.dllm_mode,
+            options.dllm_mask_token_id,
+            options.trust_remote_code,
+            options.tokenizer_type,
+            options.tokenizer_model,
         )
     start = time.perf_counter()
     with quiet():
@@ -143,6 +151,8 @@ def check(options: argparse.Namespace) -> None:
     for rule, difference in result.differences.items():
         print(f"{rule:12} attention: largest difference {difference:.2e} of logits up to {result.largest:.1f}")
     worst = max(result.differences.values(), key=lambda x: math.inf if math.isnan(x) else x)
+    if math.isnan(worst):
+        raise ValueError("the logits are not numbers: the weights of one side hold NaN or infinities.")
     if not worst <= options.tolerance * result.largest:  # not a number is not equal either
         raise ValueError(
             f"the logits differ by {worst:.2e}, more than --tolerance {options.tolerance} allows: {options.load} does "

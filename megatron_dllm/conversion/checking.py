@@ -37,7 +37,9 @@ def compare(
 ) -> Comparison:
     """Logits of both on `text`, in fp32, under three attention rules. Holds both models in memory.
 
-    The folder's side is the transformers class that the family equals, filled with the folder's tensors by name.
+    The folder's side is the transformers class that the family equals. For families of transformers it is filled with
+    the folder's tensors by name; for those with code of their own, whose names transformers does not know, by our
+    table: then this proves Megatron's network and the checkpoint, and the table has its proof in tests/parity.
     Raises ValueError (one sentence) for a folder or checkpoint that cannot be read.
     """
     tokenizer = _moved_tokenizer(path, load, step)
@@ -70,7 +72,10 @@ def compare(
         allowed = rule(attributes_BQA[:, :, None], attributes_BQA[:, None])
         mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[:, None]
         with torch.no_grad():
-            expected = theirs(input_ids=tokens_BQ, attention_mask=mask, use_cache=False).logits
+            try:
+                expected = theirs(input_ids=tokens_BQ, attention_mask=mask, use_cache=False).logits
+            except Exception as error:  # whatever its code makes of a configuration
+                raise ValueError(f"transformers cannot run {path} ({type(error).__name__}: {error}).") from error
             # attributes of their own, because masks are remembered by attributes
             logits = ours(tokens_BQ, torch.arange(len(ids))[None], attributes_BQA.clone())
         differences[name] = (logits[..., : expected.shape[-1]] - expected).abs().max().item()

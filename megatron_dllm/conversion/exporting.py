@@ -25,6 +25,8 @@ _TOKENIZER_FILES = (
     "merges.txt chat_template.jinja chat_template.json vocab.txt spiece.model"
 ).split()
 
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 @dataclass
 class Export:
@@ -57,21 +59,35 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
         reference = own if own and os.path.isdir(own) else None
     their_config = None if reference is None else read_config(reference)
     chosen = _choose(args, family, their_config)
-    config = chosen.write(args)
+    try:
+        config = chosen.write(args)
+    except ValueError as error:
+        if family != "auto" or their_config is None:
+            raise
+        raise ValueError(f"the reference {reference} does not fit this checkpoint: {error}") from error
     keys = None
     if their_config is not None and recognise(their_config) is chosen:
         config = _like(their_config, config, chosen)
         keys = Folder(reference).shapes  # of two layouts of experts, the reference's
     elif their_config is not None:
-        config |= {key: their_config[key] for key in _IDS if key in their_config}
+        config |= {key: their_config[key] for key in (*_IDS, "initializer_range") if key in their_config}
+    else:
+        config |= _ids_of_tokenizer(args)
     config |= _identity(args) | _direction(args, folder, chosen)
-    generation = {key: config[key] for key in _IDS[:3] if key in config} | _generation_config(reference)
+    generation = {key: config[key] for key in _IDS if key in config} | _generation_config(reference)
     if "mask_token_id" in config:
         generation["mask_token_id"] = config["mask_token_id"]
     return Export(folder, args, chosen, chosen.mapping(args, keys), config, generation, reference)
 
 
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+def _ids_of_tokenizer(args: Namespace) -> dict:
+    """Special tokens of the run's own tokenizer, if it is still where it was."""
+    try:
+        tokenizer = build_tokenizer(args)
+    except ValueError:
+        return {}
+    ids = dict(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    return {key: value for key, value in ids.items() if value is not None}
 
 
 def check_expressible(args: Namespace) -> None:

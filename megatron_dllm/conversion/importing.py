@@ -14,7 +14,7 @@ from megatron_dllm.checkpoint import RELEASE, TRACKER
 from megatron_dllm.conversion.defaults import folder_defaults
 from megatron_dllm.conversion.source import Source, family_of
 from megatron_dllm.models.family import Family
-from megatron_dllm.models.hf import check_new_folder, read_config
+from megatron_dllm.models.hf import begin_part, check_new_folder, finish_part, read_config
 from megatron_dllm.models.rope import last_position
 
 _PRECISIONS = {torch.float32: [], torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}
@@ -35,11 +35,13 @@ def plan(
     mode: str | None = None,
     mask_token_id: int | None = None,
     trust_remote_code: bool = False,
+    tokenizer_type: str | None = None,
+    tokenizer_model: str | None = None,
 ) -> Import:
     """Everything that can be wrong with a folder, found before anything is written. Raises ValueError (one sentence).
 
     mode, mask_token_id: for which objective, default the family's usual one. trust_remote_code: the tokenizer may be
-    Python code in the folder.
+    Python code in the folder. tokenizer_type, tokenizer_model: for a folder without a tokenizer (Megatron's flags).
     """
     from megatron_dllm.arguments import read_command_line
 
@@ -50,11 +52,15 @@ def plan(
     source = Source(path, chosen, Namespace(**defaults))
     longest = defaults["max_position_embeddings"]
     length = min(longest, last_position(defaults["dllm_rope_scaling"]) or longest)
-    argv = ["--dllm-mode", mode, "--hf-model", path, "--seq-length", str(length)]
+    argv = ["--dllm-mode", mode, "--hf-model", path, "--dllm-family", chosen.name, "--seq-length", str(length)]
     argv += "--micro-batch-size 1 --lr 0 --train-iters 1 --sft-data-path none".split()
     argv += _PRECISIONS[source.dtype("embedding.word_embeddings.weight")]
-    if mask_token_id is not None:
-        argv += ["--dllm-mask-token-id", str(mask_token_id)]
+    given = {
+        "--dllm-mask-token-id": mask_token_id,
+        "--tokenizer-type": tokenizer_type,
+        "--tokenizer-model": tokenizer_model,
+    }
+    argv += [str(word) for flag, value in given.items() if value is not None for word in (flag, value)]
     if trust_remote_code:
         argv += ["--trust-remote-code"]
     before = sys.argv
@@ -95,17 +101,15 @@ def run(planned: Import, save: str, progress: Callable = lambda items: items) ->
     metadata.pop("dp_cp_group")
     common = dict(args=args, checkpoint_version=3.0, iteration=0, content_metadata=metadata)
     save = os.path.normpath(save)
-    part = save + ".part"
-    if os.path.isdir(part):
-        shutil.rmtree(part)  # what an interrupted run has left
-    os.makedirs(os.path.join(part, RELEASE))
+    part = begin_part(save)
     try:
+        os.mkdir(os.path.join(part, RELEASE))
         with redirect_stdout(sys.stderr):
             torch_dist.write(os.path.join(part, RELEASE), pieces, objects, source.dtype, read, common)
         list(ticks)  # lets a progress bar end
         with open(os.path.join(part, TRACKER), "w") as file:
             file.write(RELEASE)
-        os.rename(part, save)
+        finish_part(save)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise

@@ -61,7 +61,7 @@ class Same(Entry):
 
 @dataclass
 class Only(Entry):
-    """A key with one implemented value, and others that mean the same; `write=False` leaves it out of new files."""
+    """A key with one implemented value, and others that mean the same; `written=False` leaves it out of new files."""
 
     key: str
     value: Any

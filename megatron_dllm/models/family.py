@@ -59,9 +59,8 @@ _HARMLESS = set(
     "eos_token_id id2label initializer_range is_encoder_decoder label2id mask_token_id model_type output_attentions "
     "output_hidden_states pad_token_id problem_type pretraining_tp return_dict tokenizer_class torch_dtype "
     "transformers_version transformers.js_config unsloth_version unsloth_fixed use_cache vocab_size "
-    "is_llama_config".split()
+    "is_llama_config _model_name_or_path unk_token_id".split()
 ) | {"attention_dropout", "embedding_dropout", "output_dropout", "residual_dropout"}  # of training, set by flags here
-_HARMLESS |= {"_model_name_or_path", "unk_token_id", "mask_token_id"}  # the last is a flag's default (defaults.py)
 
 
 @dataclass(frozen=True)

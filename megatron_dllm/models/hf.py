@@ -187,9 +187,7 @@ class FolderWriter:
 
     def start(self) -> None:
         """Make the temporary folder, empty."""
-        if os.path.isdir(self.part):
-            shutil.rmtree(self.part)  # what an interrupted run has left
-        os.makedirs(self.part)
+        begin_part(self.path)
 
     def write(self, key: str, start: int, rows: torch.Tensor, index: int | None = None) -> None:
         """Put `rows` at row `start` of a tensor, or of its slice `index`."""
@@ -232,7 +230,7 @@ class FolderWriter:
             index = dict(metadata=dict(total_size=self.total_bytes), weight_map=weight_map)
             with open(os.path.join(self.part, INDEX), "w", encoding="utf-8") as file:
                 json.dump(index, file, indent=2, sort_keys=True)
-        os.rename(self.part, self.path)
+        finish_part(self.path)
 
     def abandon(self) -> None:
         """Leave nothing behind."""
@@ -242,6 +240,28 @@ class FolderWriter:
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
+
+
+_OURS = ".unfinished"  # marks a folder as one that may be thrown away
+
+
+def begin_part(path: str) -> str:
+    """An empty folder `path`.part, which `finish_part` will call `path`. What an interrupted run has left there is
+    replaced; ValueError if it is something else."""
+    part = path + ".part"
+    if os.path.lexists(part) and not os.path.isfile(os.path.join(part, _OURS)):
+        raise ValueError(f"{part} is in the way, and nothing that an interrupted conversion left: move it elsewhere.")
+    if os.path.isdir(part):
+        shutil.rmtree(part)
+    os.makedirs(part)
+    Path(part, _OURS).touch()
+    return part
+
+
+def finish_part(path: str) -> None:
+    """Give the folder its name."""
+    os.remove(os.path.join(path + ".part", _OURS))
+    os.rename(path + ".part", path)
 
 
 def check_new_folder(path: str, bytes_needed: int = 0, flag: str = "--save") -> None:

@@ -4,11 +4,25 @@ One head serves both objectives (diffusion_head). Queries are scaled up with the
 `original_max_position_embeddings` on; that is not implemented, and longer sequences are refused.
 """
 
+from dataclasses import dataclass
+
 from megatron_dllm.models.entries import Heads, Only, Rope
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.llama import SIZES, decoder_weights
 
-_ENTRIES = (*SIZES, Heads(), Rope(), Only("sliding_window", None))
+
+@dataclass
+class _ScaledQueries(Rope):
+    """Their code computes the scale of queries in any case, from two keys that other models may not have."""
+
+    def write(self, args):
+        for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+            if key not in (args.dllm_rope_scaling or {}):
+                raise ValueError(f"--dllm-rope-scaling does not say {key}, which their code needs")
+        return super().write(args)
+
+
+_ENTRIES = (*SIZES, Heads(), _ScaledQueries(), Only("sliding_window", None))
 
 MINISTRAL3 = Family(
     name="ministral3",

@@ -41,12 +41,16 @@ class ExpertSlice:
 
 @dataclass(frozen=True)
 class Stacked:
+    """One tensor's rows below another's."""
+
     first: str | ExpertSlice
     second: str | ExpertSlice
 
 
 @dataclass(frozen=True)
 class Interleaved:
+    """For each key/value group its query heads, its key, its value, from three tensors."""
+
     query: str
     key: str
     value: str
@@ -54,6 +58,8 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class InterleavedFused:
+    """The same from one tensor, [all queries | all keys | all values]."""
+
     name: str
 
 

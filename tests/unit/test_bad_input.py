@@ -1,5 +1,6 @@
 """Bad input is one clear sentence before anything expensive starts."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -7,9 +8,10 @@ from pathlib import Path
 
 import megatron.training.training as training
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
 from megatron_dllm import validation
-from megatron_dllm.arguments import parse_arguments
+from megatron_dllm.arguments import add_arguments, parse_arguments
 from megatron_dllm.checkpoint import check_before_loading
 from megatron_dllm.data.datasets import build_datasets
 from tests.parallel.cases import TINY, write_chat, write_text
@@ -21,6 +23,12 @@ ROOT = Path(__file__).parents[2]
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     return {"chat": write_chat(folder), "text": write_text(folder), "folder": folder}
+
+
+def test_every_refused_flag_exists():
+    """A name that is no flag's would refuse nothing."""
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    assert set(validation._REFUSED) <= {action.dest for action in parser._actions}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from megatron_dllm.models.hf import read_config
 from megatron_dllm.models.rope import last_position, parse_scaling
 from megatron_dllm.models.weights import megatron_shapes
 from megatron_dllm.validation import check_conversion
-from tests.hf_models import MODELS, make
+from tests.hf_models import MODELS, SHAPE, make
 
 COMMON = dict(hidden_act="silu", tie_word_embeddings=False, rms_norm_eps=1e-6, attention_dropout=0.0, use_cache=True)
 YARN = dict(
@@ -487,3 +487,12 @@ def test_sequences_beyond_the_first_window_of_query_scaling_are_refused():
     check_conversion(Namespace(seq_length=16384, save_hf_interval=None, **run), set())
     with pytest.raises(ValueError, match="--seq-length 16385.*use at most 16384"):
         check_conversion(Namespace(seq_length=16385, save_hf_interval=None, **run), set())
+
+
+@pytest.mark.parametrize("name", ("ministral3", "nemotron"))
+def test_ministral_needs_to_know_how_queries_are_scaled(name):
+    """Its code reads both keys in any case: a folder without them would not run."""
+    config = transformers.LlamaConfig(**(SHAPE | MODELS["llama llama3"][1])).to_dict()
+    args = Namespace(**FAMILIES["llama"].read(config))
+    with pytest.raises(ValueError, match="does not say llama_4_scaling_beta, which their code needs"):
+        FAMILIES[name].write(args)
