@@ -44,7 +44,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("decoding").add_argument
     add("--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N", help="exactly so many (%(default)s)")
     add("--steps", type=int, default=default.steps, metavar="N", help="at most, over all blocks (%(default)s)")
-    add("--gen-block-length", type=int, default=default.gen_block_length, metavar="N", help="default %(default)s")
+    add("--gen-block-length", type=int, metavar="N", help="default 128; models trained in blocks write their own")
     add("--temperature", type=float, default=default.temperature, help="0 takes the likeliest token (%(default)s)")
     add("--remasking", choices=REMASKING, default=default.remasking, help="which tokens wait (%(default)s)")
     add("--threshold", type=float, help="also commit tokens at least this probable")
@@ -132,7 +132,7 @@ def main() -> None:
                 trust_remote_code=options.trust_remote_code,
             )
         args, tokenizer = planned.args, planned.tokenizer
-        check_sampler(args.dllm_mode, config, tokenizer)
+        check_sampler(args, config, tokenizer)
         prompts = collect_prompts(options, chat=args.sft_data_path is not None)
         build_canvases(prompts, tokenizer, config, args.dllm_mask_token_id, args.max_position_embeddings)
     except ValueError as error:

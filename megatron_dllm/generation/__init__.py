@@ -24,21 +24,42 @@ from megatron_dllm.generation import llada
 from megatron_dllm.generation.config import Completion, GenerationConfig
 from megatron_dllm.generation.prompts import Canvas, Prompt, build_canvases
 from megatron_dllm.modes import get_mode
-from megatron_dllm.modes.base import BLOCK, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
+from megatron_dllm.modes.base import BLOCK, CLEAN, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
 
 __all__ = ["Completion", "GenerationConfig", "Prompt", "check_sampler", "generate", "stream"]
 
 # Training mode -> the loop that decodes its models.
-DECODERS = {"mdlm": llada.decode}
+DECODERS = {"mdlm": llada.decode, "bd3lm": llada.decode, "hybrid": llada.decode}
 
 
-def check_sampler(mode: str, config: GenerationConfig, tokenizer: Tokenizer) -> None:
-    """ValueError if no decoding loop fits a model trained with `mode`, or the loop cannot do what `config` asks."""
+def structure_of(args) -> llada.Structure | None:
+    """The blocks that a run trained its model in; None if it attends in both directions."""
+    if get_mode(args.dllm_mode).FULL_WITHIN_DOCUMENT:
+        return None
+    return llada.Structure(args.dllm_block_size, args.dllm_block_origin == "response")
+
+
+def check_sampler(args, config: GenerationConfig, tokenizer: Tokenizer) -> None:
+    """ValueError if no decoding loop fits a model trained with `args`, or the loop cannot do what `config` asks."""
+    mode = args.dllm_mode
     if mode not in DECODERS:
         raise ValueError(
             f"a model trained with --dllm-mode {mode} cannot be decoded yet; there are samplers for "
             f"{', '.join(sorted(DECODERS))}."
         )
+    structure = structure_of(args)
+    if structure is not None:
+        what = f"a model trained with --dllm-mode {mode}"
+        if config.infill:
+            raise ValueError(f"{what} sees no text after the block it writes: --infill needs one trained with mdlm.")
+        if config.cfg_scale:
+            raise ValueError(f"{what} has never seen masks before the block that it writes: leave out --cfg-scale.")
+        if config.gen_block_length not in (None, structure.length):
+            raise ValueError(
+                f"{what} writes blocks of --dllm-block-size {structure.length} tokens: leave out --gen-block-length."
+            )
+        if structure.from_answer and mode == "bd3lm":
+            raise ValueError(f"{what} and --dllm-block-origin response cannot be decoded yet.")
     if config.stop_at_eos and tokenizer.eos_id is None:
         raise ValueError("--stop-at-eos needs a tokenizer with an EOS token, and this one has none.")
 
@@ -71,30 +92,26 @@ def stream(
     """
     config = config or GenerationConfig()
     args = get_args()
-    check_sampler(args.dllm_mode, config, tokenizer)
+    check_sampler(args, config, tokenizer)
     if args.pipeline_model_parallel_size * args.context_parallel_size > 1 or args.sequence_parallel:
         raise ValueError("generation needs whole sequences and all layers on a rank: no PP, CP or --sequence-parallel.")
     mask_id = args.dllm_mask_token_id
     canvases = build_canvases(prompts, tokenizer, config, mask_id, args.max_position_embeddings)
-    return _batches(model, tokenizer, canvases, config, args.dllm_mode, mask_id)
+    return _batches(model, tokenizer, canvases, config, args)
 
 
 def _batches(
-    model: torch.nn.Module,
-    tokenizer: Tokenizer,
-    canvases: list[Canvas],
-    config: GenerationConfig,
-    mode_name: str,
-    mask_id: int,
+    model: torch.nn.Module, tokenizer: Tokenizer, canvases: list[Canvas], config: GenerationConfig, args
 ) -> Iterator[Completion]:
-    mode = get_mode(mode_name)
-    network = _Network(model, mode, tokenizer.vocab_size)
+    mode, structure = get_mode(args.dllm_mode), structure_of(args)
+    decode, mask_id = DECODERS[args.dllm_mode], args.dllm_mask_token_id
+    network = _Network(model, structure, tokenizer.vocab_size)
     for batch in batched(canvases, max(1, min(config.batch_size, len(canvases)))):  # it makes room for so many
         was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
-                rows = DECODERS[mode_name](batch, network, mode.reverse, config, mask_id, tokenizer.eos_id)
+                rows = decode(batch, network, mode.reverse, config, mask_id, tokenizer.eos_id, structure)
         finally:
             model.train(was_training)
         yield from (_completion(row, tokenizer, config) for row in rows)
@@ -118,14 +135,14 @@ def _completion(row: llada.Row, tokenizer: Tokenizer, config: GenerationConfig) 
 class _Network:
     """The model as a decoding loop calls it (llada.Predict): full logits of a few rows, on every rank."""
 
-    def __init__(self, model: torch.nn.Module, mode, vocab_size: int):
+    def __init__(self, model: torch.nn.Module, structure: llada.Structure | None, vocab_size: int):
         self._model, self._bare, self._vocab_size = model, unwrap_model(model), vocab_size
-        self._full_within_document = getattr(mode, "FULL_WITHIN_DOCUMENT", False)
+        self._structure = structure
         self._inputs: tuple = ()
 
-    def __call__(self, tokens_BQ: torch.Tensor, lengths: list[int], rows_N: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens_BQ: torch.Tensor, seen: list[llada.Seen], rows_N: torch.Tensor) -> torch.Tensor:
         device = torch.cuda.current_device()
-        key = (lengths, tokens_BQ.shape[1])
+        key = (seen, tokens_BQ.shape[1])
         if not self._inputs or self._inputs[0] != key:
             # kept between steps: attention caches its mask by the tensor it was made from
             self._inputs = (key, *self._positions_and_attributes(*key, device))
@@ -137,13 +154,19 @@ class _Network:
         logits[:, self._vocab_size :] = torch.finfo(logits.dtype).min
         return logits
 
-    def _positions_and_attributes(self, lengths: list[int], longest: int, device):
-        positions = torch.arange(longest).expand(len(lengths), -1)
-        if self._full_within_document and all(length == longest for length in lengths):
+    def _positions_and_attributes(self, seen: list[llada.Seen], longest: int, device):
+        positions = torch.arange(longest).expand(len(seen), -1)
+        if self._structure is None and all(view.length == longest for view in seen):
             return positions.to(device), None
+        of_rows = lambda name: torch.tensor([getattr(view, name) for view in seen])[:, None]
         attributes = torch.zeros(*positions.shape, NUM_ATTRIBUTES, dtype=torch.int32)
-        attributes[..., STREAM] = NOISY
-        attributes[..., BLOCK] = 0
+        attributes[..., STREAM] = torch.where(positions < of_rows("noisy_from"), CLEAN, NOISY)
         attributes[..., POSITION] = positions
-        attributes[..., DOCUMENT] = -(positions >= torch.tensor(lengths)[:, None]).int()
+        attributes[..., DOCUMENT] = -(positions >= of_rows("length")).int()
+        if self._structure is not None:
+            size, start = self._structure.length, of_rows("start")
+            attributes[..., BLOCK] = positions // size
+            if self._structure.from_answer:
+                after = -(-start // size) + (positions - start) // size
+                attributes[..., BLOCK] = torch.where(positions < start, positions // size, after)
         return positions.to(device), attributes.to(device)

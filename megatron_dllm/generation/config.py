@@ -11,7 +11,8 @@ class GenerationConfig:
 
     max_new_tokens    tokens of every answer, neither more nor less (not used when infilling)
     steps             most denoising steps in all, spread evenly over the blocks
-    gen_block_length  blocks are finished from left to right, each within its share of the steps
+    gen_block_length  blocks are finished from left to right, each within its share of the steps; default 128, or the
+                      block size that the model was trained with, if it was trained in blocks
     temperature       0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature)
     remasking         which tokens stay masked: those of low confidence, or random ones
     threshold         also commit every token at least this confident, beyond what the step's quota asks for
@@ -25,7 +26,7 @@ class GenerationConfig:
 
     max_new_tokens: int = 128
     steps: int = 128
-    gen_block_length: int = 128
+    gen_block_length: int | None = None
     temperature: float = 0.0
     remasking: str = "low_confidence"
     threshold: float | None = None
@@ -38,7 +39,7 @@ class GenerationConfig:
 
     def __post_init__(self):
         for name in ("max_new_tokens", "steps", "gen_block_length", "gap_length", "batch_size"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}: give at least 1.")
         for name in ("temperature", "cfg_scale"):
             if not 0 <= getattr(self, name) < float("inf"):

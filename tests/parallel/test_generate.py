@@ -22,7 +22,7 @@ TRAIN = (
 
 @pytest.fixture(scope="module")
 def checkpoints(pool, tmp_path_factory):
-    """The same training run saved by TP 2 with sequence parallelism and by PP 2."""
+    """The same training run saved by TP 2 with sequence parallelism and by PP 2; one in blocks, by PP 2."""
     folder = tmp_path_factory.mktemp("runs")
     data = folder / "chat.jsonl"
     with open(data, "w") as file:
@@ -30,6 +30,7 @@ def checkpoints(pool, tmp_path_factory):
             messages = [dict(role="user", content="Why?"), dict(role="assistant", content="So it is. " * (1 + i % 3))]
             file.write(json.dumps(dict(messages=messages)) + "\n")
     layouts = dict(tp="--tensor-model-parallel-size 2 --sequence-parallel", pp="--pipeline-model-parallel-size 2")
+    layouts["hybrid"] = f"{layouts['pp']} --dllm-mode hybrid --dllm-block-size 4"
     for name, flags in layouts.items():
         pool.run([*TRAIN, "--sft-data-path", data, "--save", folder / name, *flags.split()], 2)
     return folder
@@ -74,6 +75,15 @@ def test_layouts_processes_and_batches_give_the_same_text(checkpoints, tmp_path)
     )  # fmt: skip
     strip = lambda completions: [(c["text"], c["ids"], c["steps"]) for c in completions]
     assert strip(map(json.loads, two.splitlines())) == strip(one[1:])
+
+
+def test_a_model_trained_in_blocks_writes_them_one_by_one(checkpoints):
+    options = ["--load", checkpoints / "hybrid", "--max-new-tokens", 10, "--steps", 6, "--json"]
+    prompts = ["--prompt", "Why?", "--prompt", "Why is it not otherwise?"]
+    one = [json.loads(line) for line in run_tool(*options, *prompts).splitlines()]
+    two = run_tool(*options, *prompts, "--tensor-model-parallel-size", 2, "--batch-size", 1, processes=2)
+    assert [c["ids"] for c in one] == [json.loads(line)["ids"] for line in two.splitlines()]
+    assert all(len(c["ids"]) == 10 and MASK not in c["ids"] and c["steps"] <= 8 for c in one)
 
 
 def test_infilling_in_bf16_prints_the_text_alone(checkpoints):

@@ -20,10 +20,10 @@ def toy(monkeypatch):
     toy = Toy()
     toy.rows_at_once = 0
 
-    def network(tokens_BQ, lengths, rows_N):
+    def network(tokens_BQ, seen, rows_N):
         assert not torch.is_grad_enabled()
-        toy.rows_at_once = max(toy.rows_at_once, len(lengths))
-        return toy(tokens_BQ, lengths, rows_N)
+        toy.rows_at_once = max(toy.rows_at_once, len(seen))
+        return toy(tokens_BQ, seen, rows_N)
 
     args = Namespace(
         dllm_mode="mdlm",

@@ -6,6 +6,7 @@ use up the steps before a block is full. Here both are filled; where the publish
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ class Toy:
     def __init__(self, shift=0):
         self.calls, self.rows, self.shift = 0, 0, shift
 
-    def __call__(self, tokens_BQ, lengths, rows_N):
+    def __call__(self, tokens_BQ, seen, rows_N):
         self.calls, self.rows = self.calls + 1, self.rows + len(rows_N)
-        assert tokens_BQ.shape[0] == len(lengths)
+        assert tokens_BQ.shape[0] == len(seen)
         before = torch.cat([tokens_BQ[:, :1], tokens_BQ[:, :-1]], 1)[..., None]
         place = torch.arange(tokens_BQ.shape[1])[None, :, None]
         logits = 3 * torch.cos(0.9 * torch.arange(VOCABULARY) + 0.37 * place + 0.11 * before)
@@ -222,7 +223,7 @@ def test_stop_at_eos_fills_up_and_saves_steps():
     class Ender(Toy):
         """Sure of tokens on the left; the third of the answer is EOS (0)."""
 
-        def __call__(self, tokens_BQ, lengths, rows_N):
+        def __call__(self, tokens_BQ, seen, rows_N):
             self.calls += 1
             place = rows_N // tokens_BQ.shape[0]
             logits = torch.zeros(len(rows_N), VOCABULARY)
@@ -240,15 +241,15 @@ def test_stop_at_eos_fills_up_and_saves_steps():
 
 
 def test_guidance_contrasts_with_a_canvas_without_the_prompt():
-    seen = []
+    canvases = []
 
     class Watch(Toy):
-        def __call__(self, tokens_BQ, lengths, rows_N):
-            seen.append(tokens_BQ.clone())
-            return super().__call__(tokens_BQ, lengths, rows_N)
+        def __call__(self, tokens_BQ, seen, rows_N):
+            canvases.append(tokens_BQ.clone())
+            return super().__call__(tokens_BQ, seen, rows_N)
 
     answer([[1, 2]], Watch(), max_new_tokens=2, steps=1, cfg_scale=1.0)
-    assert seen[0].tolist() == [[1, 2, MASK, MASK], [MASK] * 4]
+    assert canvases[0].tolist() == [[1, 2, MASK, MASK], [MASK] * 4]
 
 
 # --- numbers ----------------------------------------------------------------------------------------------
@@ -301,6 +302,15 @@ def test_prompts_of_every_kind():
     assert ByteLevel().decode(chat.tokens[: chat.start]) == "User:\nHi\n\nAssistant:\n"
 
 
+def check(**options):
+    """`check_sampler` for a model trained with bd3lm; options of its run or of the sampler."""
+    run = dict(dllm_mode="bd3lm", dllm_block_size=4, dllm_block_origin="sequence")
+    config = {name: value for name, value in options.items() if name not in run}
+    args = Namespace(**{name: options.get(name, value) for name, value in run.items()})
+    check_sampler(args, GenerationConfig(**config), ByteLevel())
+
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -326,7 +336,11 @@ def test_prompts_of_every_kind():
         (lambda: GenerationConfig(threshold=1.5), "give a probability"),
         (lambda: GenerationConfig(threshold=0.5, remasking="random"), "drop one"),
         (lambda: GenerationConfig(infill=True, stop_at_eos=True), "drop one"),
-        (lambda: check_sampler("dflash", GenerationConfig(), ByteLevel()), "cannot be decoded yet"),
+        (lambda: check(dllm_mode="idlm"), "cannot be decoded yet"),
+        (lambda: check(infill=True), "--infill needs one trained with mdlm"),
+        (lambda: check(cfg_scale=1.0), "leave out --cfg-scale"),
+        (lambda: check(gen_block_length=8), "blocks of --dllm-block-size 4 tokens: leave out"),
+        (lambda: check(dllm_block_origin="response"), "cannot be decoded yet"),
     ],
 )
 def test_what_cannot_work_says_so(make, words):
