@@ -232,9 +232,10 @@ def test_the_distributed_optimizer_comes_and_goes(pool, argv, uninterrupted, bef
     (
         ("1", "1 distributed optimizer", 1e-5),
         ("DP2 distributed optimizer", "DP2", 1e-5),
-        ("experts EP2", "experts EP2 PP2 distributed optimizer", 1e-5),
-        ("experts EP2 distributed optimizer", "experts EP2", 1e-5),
-        ("TP2 SP", "DP2 distributed optimizer", 5e-4),  # bf16 rounds otherwise in another layout
+        # bf16 rounds otherwise in another layout, and on some processors in products of another size
+        ("experts EP2", "experts EP2 PP2 distributed optimizer", 5e-4),
+        ("experts EP2 distributed optimizer", "experts EP2", 5e-4),
+        ("TP2 SP", "DP2 distributed optimizer", 5e-4),
         ("experts EP2 distributed optimizer", "experts TP2 SP", 5e-4),
     ),
 )

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
@@ -203,6 +204,7 @@ def run(case: dict, store) -> dict:
 
 def clean_up() -> None:
     training.destroy_global_state()
+    destroy_moe_metrics_tracker()  # it remembers process groups
     if dist.is_initialized():
         dist.destroy_process_group()
     for thing in gc.get_objects():  # what keeps models by hooks of the autograd graph, which the collector does not see

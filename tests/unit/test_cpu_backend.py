@@ -1,6 +1,7 @@
 """The CPU backend is complete, installed first, absent where there is a GPU; and repairs of Megatron do repair."""
 
 import datetime
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -289,8 +290,10 @@ def test_every_parameter_counts_its_own_steps_after_loading(optimizer):
     assert {step.item() for step in steps_of(second)} == {4.0}
 
 
-def test_the_repair_is_still_needed(optimizer):
+def test_the_repair_is_still_needed(optimizer, monkeypatch):
     """Without it the defect shows; the day it does not, `fixes.py` can shrink."""
+    for name in ("state_dict", "_set_main_param_and_optimizer_states", "load_state_dict"):  # other tests may install it
+        monkeypatch.setattr(DistributedOptimizer, name, inspect.unwrap(getattr(DistributedOptimizer, name)))
     with pytest.raises(AssertionError):
         optimizer().optimizer.state_dict()
     first, second = optimizer(), None
