@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -191,9 +192,13 @@ def flags_of(*program: str) -> set[str]:
 def test_documents_use_flags_that_exist():
     """In commands, flags of the program that is called; in prose, flags of any program."""
     programs = [ROOT / "pretrain_dllm.py", *sorted((ROOT / "tools").glob("*.py"))]
-    known = {p.name: flags_of(str(p)) for p in programs}
-    known["unigram_entropy.py"] = flags_of("examples/unigram_entropy.py")
-    converts = {command: flags_of("tools/convert_checkpoint.py", command) for command in ("import", "export", "check")}
+    commands = ("import", "export", "check")
+    calls = [*((str(p),) for p in programs), ("examples/unigram_entropy.py",)]
+    calls += [("tools/convert_checkpoint.py", command) for command in commands]
+    with ThreadPoolExecutor(2) as pool:  # each starts a program
+        helps = list(pool.map(lambda call: flags_of(*call), calls))
+    known = {Path(call[0]).name: flags for call, flags in zip(calls, helps, strict=True) if len(call) == 1}
+    converts = dict(zip(commands, helps[-3:], strict=True))
     known["convert_checkpoint.py"] |= set().union(*converts.values())
     for name, command in COMMANDS:
         words = command.split()
