@@ -175,7 +175,7 @@ def test_no_cancellation_at_a_real_vocabulary():
     clean = make_sample(torch.randint(M, (n,), generator=g).tolist())
     x_t_S, noised_S = scdd.mix(clean, 0.4, 0.3, M, V, g)
     worst = 0.0
-    for t in (0.002, 0.3, 0.999):
+    for t in (0.002, 0.999):
         rank = batch_of([clean.tokens_S.tolist()], [x_t_S.tolist()], [[1] * n], [t], args)
         logits = torch.randn(1, n, V, generator=g) * 2
         logits[0, torch.arange(n), clean.tokens_S] += 12  # a trained model
