@@ -15,13 +15,14 @@ from collections.abc import Callable
 import torch
 
 from megatron_dllm.conversion.defaults import folder_defaults
+from megatron_dllm.conversion.flags import check_conversion
 from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_dllm.models import FAMILIES, get_family
 from megatron_dllm.models.attention import BACKENDS
 from megatron_dllm.models.rope import parse_scaling
 from megatron_dllm.modes import MODES, get_mode
 from megatron_dllm.presets import PRESETS, get_preset
-from megatron_dllm.validation import check_conversion, check_flags, check_layout, resolve_vocabulary
+from megatron_dllm.validation import check_flags, check_layout, resolve_vocabulary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

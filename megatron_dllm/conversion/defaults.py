@@ -1,6 +1,5 @@
 """What a Hugging Face folder says about a run: architecture, token ids, tokenizer, as defaults of Megatron's flags."""
 
-import json
 import os
 
 from megatron_dllm.models import recognise
@@ -43,16 +42,3 @@ def misread_tokenizer(path: str) -> str | None:
     except Exception:  # code of the folder's own
         return None
     return None if type(ours) is type(theirs) else type(theirs).__name__
-
-
-def special_ids(path: str | None) -> dict:
-    """eos, pad and bos ids of a folder's configuration; what its generation configuration says comes first."""
-    ids = {}
-    for name in ("config.json", "generation_config.json"):
-        try:
-            with open(os.path.join(path or "", name), encoding="utf-8") as file:
-                config = json.load(file)
-        except (OSError, ValueError):
-            continue
-        ids |= {key: config[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id") if key in config}
-    return ids

@@ -58,7 +58,8 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
         own = getattr(args, "hf_model", None)
         reference = own if own and os.path.isdir(own) else None
     their_config = None if reference is None else read_config(reference)
-    chosen = _choose(args, family, their_config)
+    their_family = _family_of(args, reference)
+    chosen = _choose(args, family, their_family)
     try:
         config = chosen.write(args)
     except ValueError as error:
@@ -66,7 +67,7 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
             raise
         raise ValueError(f"the reference {reference} does not fit this checkpoint: {error}") from error
     keys = None
-    if their_config is not None and recognise(their_config) is chosen:
+    if their_family is chosen:
         config = _like(their_config, config, chosen)
         keys = Folder(reference).shapes  # of two layouts of experts, the reference's
     elif their_config is not None:
@@ -92,7 +93,17 @@ def _ids_of_tokenizer(args: Namespace) -> dict:
 
 def check_expressible(args: Namespace) -> None:
     """ValueError unless a run of these arguments can be exported as --save-hf-interval does it."""
-    _choose(args, "auto", None if args.hf_model is None else read_config(args.hf_model)).write(args)
+    _choose(args, "auto", _family_of(args, args.hf_model)).write(args)
+
+
+def _family_of(args: Namespace, reference: str | None) -> Family | None:
+    """What a reference is: of the run's own folder the run knows (--dllm-family), of another its config.json says."""
+    if reference is None:
+        return None
+    own = getattr(args, "hf_model", None)
+    if own is not None and os.path.realpath(reference) == os.path.realpath(own):
+        return get_family(args.dllm_family)
+    return recognise(read_config(reference))
 
 
 def _generation_config(reference: str | None) -> dict:
@@ -106,10 +117,10 @@ def _generation_config(reference: str | None) -> dict:
         raise ValueError(f"{path} is damaged ({error}): correct or remove it.") from error
 
 
-def _choose(args: Namespace, name: str, reference: dict | None) -> Family:
+def _choose(args: Namespace, name: str, reference: Family | None) -> Family:
     own = getattr(args, "dllm_family", None)
     if name == "auto" and (reference is not None or own is not None):
-        return recognise(reference) if reference is not None else get_family(own)
+        return reference or get_family(own)
     if name == "transformers" and own is not None:
         return get_family(get_family(own).stock or own)
     if name not in ("auto", "transformers"):

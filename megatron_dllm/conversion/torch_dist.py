@@ -103,7 +103,7 @@ def write(
 
 
 class _ReadPlanner(dcp_planner.LoadPlanner):
-    """Where what has been read goes: into one tensor."""
+    """Where what has been read goes: into one tensor. Torch's reader asks a planner for no more; the plan is ours."""
 
     def __init__(self, target: torch.Tensor):
         self._target = target

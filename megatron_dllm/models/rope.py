@@ -36,7 +36,7 @@ def frequencies(
 def _frequencies(head_dim: int, base: float, percent: float, scaling: dict | None) -> tuple[torch.Tensor, float]:
     rotary_dim = int(head_dim * percent)
     if scaling is None:
-        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return 1.0 / (base**exponent), 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -49,8 +49,7 @@ def _frequencies(head_dim: int, base: float, percent: float, scaling: dict | Non
         max_position_embeddings=longest,
         rope_parameters=scaling | dict(rope_theta=float(base), partial_rotary_factor=percent),
     )
-    with torch.device("cpu"):  # numbers, also where a model's weights are on the meta device
-        inverse, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    inverse, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
     return inverse.float(), float(factor)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,9 +15,9 @@ import torch
 from megatron_dllm.arguments import read_command_line
 from megatron_dllm.conversion import exporting, importing, torch_dist
 from megatron_dllm.conversion.checking import Comparison
+from megatron_dllm.conversion.flags import check_conversion
 from megatron_dllm.models import recognise
 from megatron_dllm.models.hf import Folder, FolderWriter, read_config
-from megatron_dllm.validation import check_conversion
 from tests.hf_models import make, write_tokenizer
 from tests.one_process import once
 from tests.parallel.cases import TINY
@@ -116,6 +117,23 @@ def test_a_failed_import_leaves_nothing(made, tmp_path, monkeypatch):
     with once(), pytest.raises(BaseException, match="disk full"):
         importing.run(planned, str(tmp_path / "run"))
     assert len(calls) == 3 and not os.listdir(tmp_path)
+
+
+def test_a_folder_that_does_not_say_what_it_is(made, tmp_path):
+    """--family and a tokenizer by name stand in, for the import and for the export after it."""
+    folder = tmp_path / "anonymous"
+    folder.mkdir()
+    shutil.copy(f"{made.folder}/model.safetensors", folder)
+    config = {key: value for key, value in made.config.items() if key not in ("architectures", "model_type")}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "none of llama" in refused(importing.plan, str(folder))
+    assert "holds no tokenizer" in refused(importing.plan, str(folder), "qwen3")
+    planned = importing.plan(str(folder), "qwen3", mask_token_id=2, tokenizer_type="NullTokenizer")
+    args = planned.args
+    assert (args.dllm_family, args.vocab_size, args.tokenizer_type) == ("qwen3", 91, "NullTokenizer")
+    with once():
+        importing.run(planned, str(tmp_path / "run"))
+    assert exporting.plan(str(tmp_path / "run")).family.name == "qwen3"
 
 
 def test_an_interrupted_import_is_replaced(made, tmp_path):

@@ -7,11 +7,11 @@ from argparse import Namespace
 import pytest
 import transformers
 
+from megatron_dllm.conversion.flags import check_conversion
 from megatron_dllm.models import FAMILIES, get_family, recognise
 from megatron_dllm.models.hf import read_config
 from megatron_dllm.models.rope import last_position, parse_scaling
 from megatron_dllm.models.weights import megatron_shapes
-from megatron_dllm.validation import check_conversion
 from tests.hf_models import MODELS, SHAPE, make
 
 COMMON = dict(hidden_act="silu", tie_word_embeddings=False, rms_norm_eps=1e-6, attention_dropout=0.0, use_cache=True)
