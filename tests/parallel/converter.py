@@ -48,7 +48,9 @@ def main() -> None:
     spec.loader.exec_module(tool)
     from tests.parallel.worker import clean_up
 
-    answers = sys.stdout
+    # Answers have a pipe of their own: a library may keep the standard output it met (logging does under CI=1).
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
         sys.argv = [str(TOOL), *json.loads(line)]
         output, code = io.StringIO(), 0
