@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 REMASKING = ("low_confidence", "random")
+CACHES = ("auto", "none", "prefix", "dual")
+ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
+DECODING_MODES = ("diffusion", "ar", "speculative")
 
 
 @dataclass(frozen=True)
@@ -10,12 +13,20 @@ class GenerationConfig:
     """How to decode. Raises ValueError for a value that means nothing.
 
     max_new_tokens    tokens of every answer, neither more nor less (not used when infilling)
-    steps             most denoising steps in all, spread evenly over the blocks
+    sampler           the decoding loop (samplers.py); default: that of the model's mode
+    mode              of a model that is autoregressive too: diffusion, ar or speculative (nemotron.py, idlm.py)
+    steps             most denoising steps in all, spread evenly over the blocks; default: one for each token
+    steps_per_block   instead: most steps of a block
     gen_block_length  blocks are finished from left to right, each within its share of the steps; default 128, or the
                       block size that the model was trained with, if it was trained in blocks
     temperature       0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature)
+    top_k, top_p      draw only from the likeliest k tokens, or from the likeliest that have this probability together
     remasking         which tokens stay masked: those of low confidence, or random ones
     threshold         also commit every token at least this confident, beyond what the step's quota asks for
+    factor            also commit as many tokens as are trusted together (llada.py)
+    editing_threshold, max_post_steps   overwrite tokens of the block that was just written (llada2.py)
+    algorithm, algorithm_temperature    which tokens Dream commits (dream.py)
+    cache             auto: keep keys and values where that changes nothing; none; prefix, dual: approximate (llada.py)
     cfg_scale         classifier-free guidance w: logits u + (w + 1)(c - u), u with the given tokens masked too
     stop_at_eos       a row is finished once its answer has an EOS with no mask before it; EOS fills the rest
     infill            prompts have gaps, which are filled in place
@@ -25,11 +36,22 @@ class GenerationConfig:
     """
 
     max_new_tokens: int = 128
-    steps: int = 128
+    sampler: str | None = None
+    mode: str | None = None
+    steps: int | None = None
+    steps_per_block: int | None = None
     gen_block_length: int | None = None
     temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
     remasking: str = "low_confidence"
     threshold: float | None = None
+    factor: float | None = None
+    editing_threshold: float | None = None
+    max_post_steps: int = 16
+    algorithm: str = "entropy"
+    algorithm_temperature: float = 0.0
+    cache: str = "auto"
     cfg_scale: float = 0.0
     stop_at_eos: bool = False
     infill: bool = False
@@ -38,24 +60,47 @@ class GenerationConfig:
     batch_size: int = 8
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "steps", "gen_block_length", "gap_length", "batch_size"):
+        counts = "max_new_tokens steps steps_per_block gen_block_length gap_length batch_size top_k max_post_steps"
+        for name in counts.split():
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}: give at least 1.")
-        for name in ("temperature", "cfg_scale"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}: give a finite number that is not negative.")
-        if self.remasking not in REMASKING:
-            raise ValueError(f"{_flag('remasking')} {self.remasking} is unknown: choose one of {', '.join(REMASKING)}.")
-        if self.threshold is not None:
-            if not 0 <= self.threshold <= 1:
-                raise ValueError(f"{_flag('threshold')} is {self.threshold}: give a probability.")
-            if self.remasking == "random":
-                raise ValueError("--threshold compares confidences and --remasking random ignores them: drop one.")
+                raise ValueError(f"{flag(name)} is {getattr(self, name)}: give at least 1.")
+        for name in ("temperature", "cfg_scale", "factor", "algorithm_temperature"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"{flag(name)} is {value}: give a finite number that is not negative.")
+        for name in ("threshold", "editing_threshold", "top_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{flag(name)} is {value}: give a probability.")
+        choices = dict(remasking=REMASKING, cache=CACHES, algorithm=ALGORITHMS, mode=(None, *DECODING_MODES))
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                known = [value for value in known if value is not None]
+                raise ValueError(f"{flag(name)} {getattr(self, name)} is unknown: choose one of {', '.join(known)}.")
+        if self.top_p == 0:
+            raise ValueError("--top-p 0 leaves no token to draw: give a number above 0, or --top-k 1.")
+        if self.steps is not None and self.steps_per_block is not None:
+            raise ValueError("--steps counts all steps and --steps-per-block those of a block: give one of them.")
+        if self.remasking == "random":
+            for name in ("threshold", "factor"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{flag(name)} compares confidences and --remasking random ignores them: drop one."
+                    )
+        if self.threshold is not None and self.factor is not None:
+            raise ValueError("--threshold and --factor are two rules for the same choice: drop one.")
+        if self.temperature == 0:
+            for name in ("top_k", "top_p"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{flag(name)} says what to draw from, and --temperature 0 draws nothing: drop one."
+                    )
         if self.infill and self.stop_at_eos:
             raise ValueError("--stop-at-eos ends an answer, and --infill has none: drop one.")
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -65,7 +110,7 @@ class Completion:
 
     text               decoded without special tokens; an answer up to its first EOS
     ids                exactly max_new_tokens ids, or the whole sequence
-    steps              denoising steps that this prompt took
+    steps              rounds of the network that this prompt took part in
     forwards           sequences of this prompt that went through the network: steps, twice as many under guidance
     tokens_per_second  generated tokens over the time from the start of its batch until this prompt was finished
     """

@@ -6,6 +6,8 @@ near 1. Random numbers come from CPU generators, so that every device draws the 
 Shapes: C masked tokens of one row's current block, V true vocabulary.
 """
 
+import copy
+
 import torch
 
 from megatron_dllm.noise import hashed_seed
@@ -25,6 +27,29 @@ def gumbel_argmax(logits_CV: torch.Tensor, temperature: float, uniform_CV: torch
     """
     u = uniform_CV.clamp(torch.finfo(torch.float64).tiny, _LARGEST_BELOW_ONE)
     return (logits_CV - temperature * torch.log(-torch.log(u))).argmax(-1)
+
+
+def keep_likely(logits_CV: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:
+    """The logits with -inf outside the `top_k` largest, then outside the smallest set with probability `top_p` of what
+    is left (nucleus; Holtzman et al. 2020). The largest stays always; equals of the last one kept by `top_k` stay."""
+    if top_k is not None and top_k < logits_CV.shape[-1]:
+        least = logits_CV.topk(top_k, dim=-1).values[..., -1:]
+        logits_CV = logits_CV.masked_fill(logits_CV < least, float("-inf"))
+    if top_p is not None and top_p < 1:
+        ordered, order = logits_CV.sort(dim=-1, descending=True, stable=True)
+        probability = ordered.softmax(-1)
+        outside = probability.cumsum(-1) - probability >= top_p  # those before it are enough
+        outside[..., 0] = False
+        outside = torch.zeros_like(outside).scatter_(-1, order, outside)
+        logits_CV = logits_CV.masked_fill(outside, float("-inf"))
+    return logits_CV
+
+
+def draw(probabilities_CV: torch.Tensor, uniform_C: torch.Tensor) -> torch.Tensor:
+    """[C] ids, each drawn from its row of float64 probabilities (of any sum) by one number in [0, 1)."""
+    cumulative = probabilities_CV.cumsum(-1)
+    below = cumulative <= uniform_C.to(cumulative.device)[:, None] * cumulative[:, -1:]
+    return below.sum(-1).clamp(max=probabilities_CV.shape[-1] - 1)
 
 
 class RowDraws:
@@ -48,6 +73,7 @@ class Candidates:
     """The masked tokens of a block as `reverse` sees them: without positions, layouts or vocabulary shards.
 
     logits_CV: any float type, without padding columns; mask_id: never predicted, as a clean text has none.
+    tempered: confidences are probabilities of the distribution that tokens are drawn from, not of the network's.
     """
 
     def __init__(
@@ -58,27 +84,62 @@ class Candidates:
         remasking: str = "low_confidence",
         *,
         draws: RowDraws,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        tempered: bool = False,
     ):
         self._logits_CV = logits_CV.double()
         self._mask_id, self._temperature, self._remasking, self._draws = mask_id, temperature, remasking, draws
+        self._top_k, self._top_p, self._tempered = top_k, top_p, tempered
+        self._proposed: tuple | None = None
 
     def __len__(self) -> int:
         return len(self._logits_CV)
 
+    def likely(self) -> torch.Tensor:
+        """[C, V] logits of what may be drawn, divided by the temperature (not by 0): never the mask, top-k, top-p."""
+        allowed = self._logits_CV.clone()
+        allowed[:, self._mask_id] = float("-inf")
+        return keep_likely(allowed / self._temperature if self._temperature else allowed, self._top_k, self._top_p)
+
+    def distribution(self) -> torch.Tensor:
+        """[C, V] float64 probabilities that tokens are drawn from; at temperature 0 all on the likeliest."""
+        likely = self.likely()
+        if self._temperature:
+            return likely.softmax(-1)
+        return torch.zeros_like(likely).scatter_(-1, likely.argmax(-1, keepdim=True), 1.0)
+
+    def draw(self, stream: str = "tokens") -> torch.Tensor:
+        """[C] ids."""
+        likely = self.likely()
+        if self._temperature == 0:
+            return likely.argmax(-1)
+        return gumbel_argmax(likely, 1.0, self._draws.uniform(stream, *likely.shape).to(likely.device))
+
     def propose(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids_C int64, confidence_C float64): a token for each position and how much to trust it.
 
-        The confidence is the token's probability at temperature 1 among the whole vocabulary, or, with
-        random remasking, a number that does not depend on the logits.
+        The confidence is the token's probability at temperature 1 among the whole vocabulary (unless `tempered`), or,
+        with random remasking, a number that does not depend on the logits. The same however often it is called.
         """
-        allowed = self._logits_CV.clone()
-        allowed[:, self._mask_id] = float("-inf")
-        if self._temperature == 0:
-            ids_C = allowed.argmax(-1)
-        else:
-            uniform = self._draws.uniform("tokens", *allowed.shape).to(allowed.device)
-            ids_C = gumbel_argmax(allowed, self._temperature, uniform)
-        if self._remasking == "random":
-            return ids_C, self._draws.uniform("order", len(self)).to(ids_C.device)
-        chosen = self._logits_CV.gather(-1, ids_C[:, None])[:, 0]
-        return ids_C, torch.exp(chosen - self._logits_CV.logsumexp(-1))
+        if self._proposed is None:
+            ids_C = self.draw()
+            if self._remasking == "random":
+                confidence_C = self._draws.uniform("order", len(self)).to(ids_C.device)
+            else:
+                logits = self.likely() if self._tempered and self._temperature else self._logits_CV
+                confidence_C = torch.exp(logits.gather(-1, ids_C[:, None])[:, 0] - logits.logsumexp(-1))
+            self._proposed = ids_C, confidence_C
+        return self._proposed
+
+    def of(self, some_C: torch.Tensor) -> "Candidates":
+        """Some of them ([C] bool, on the CPU), with what was proposed for them."""
+        some = copy.copy(self)
+        some_C = some_C.to(self._logits_CV.device)
+        some._logits_CV = self._logits_CV[some_C]
+        some._proposed = tuple(x[some_C] for x in self.propose())
+        return some
+
+    def trust(self, chosen_K: torch.Tensor) -> torch.Tensor:
+        """Confidence of some of the proposed tokens."""
+        return self.propose()[1][chosen_K]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_dllm.models.cache import KeyValueCache
 from megatron_dllm.models.tiled import Plan, make_plan, tiled_attention
 from megatron_dllm.modes.base import Rule
 
@@ -50,11 +51,14 @@ class RuleAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.cp = pg_collection.cp
         self.cp_comm_type = cp_comm_type
+        self.cache: KeyValueCache | None = None  # set while a decoding loop runs the network
         if self.cp.size() > 1 and cp_comm_type not in ("a2a", "all_gather"):
             raise ValueError(f"--cp-comm-type {cp_comm_type} cannot carry a custom mask: use a2a or all_gather.")
 
     def forward(self, query, key, value, attention_mask, **unused):
         s, b, h, d = query.shape
+        if self.cache is not None:
+            return self.cache.attend(self, query, key, value, self.visible, self.softmax_scale).reshape(s, b, h * d)
         attributes, cp = attention_mask, self.cp.size()
         own = slice(None)
         if cp > 1 and self.cp_comm_type == "all_gather":

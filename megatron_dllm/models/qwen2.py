@@ -1,7 +1,8 @@
 """Qwen2 and Qwen2.5 (bias on query, key and value), and the diffusion models made of them: Dream, Fast-dLLM v2.
 
-Dream and Fast-dLLM v2 predict a token from the position before it (a shift that belongs to sampling and training, not
-to the weights). Sources: Dream 7B (arXiv:2508.15487), Fast-dLLM v2 (arXiv:2509.26328) and their configuration classes.
+Dream and Fast-dLLM v2 predict a token from the position before it: a shift that belongs to sampling and training, not
+to the weights (Dream's is --mdlm-shift-logits; Fast-dLLM v2's, within blocks, is not implemented). Sources: Dream 7B
+(arXiv:2508.15487), Fast-dLLM v2 (arXiv:2509.26328) and their configuration classes.
 """
 
 from megatron_dllm.models.entries import AllFull, Heads, Only, Rope
@@ -34,6 +35,7 @@ DREAM = Family(
     stock="qwen2",
     mode="mdlm",
     mask_token_id=151666,
+    suggested=dict(mdlm_shift_logits=True),
 )
 FAST_DLLM_V2 = Family(
     name="fast_dllm_v2",

@@ -157,16 +157,20 @@ def pad_rows(samples: list[Corrupted], length: int, pad_id: int) -> Rows:
     )
 
 
+def follows(rows: Rows) -> torch.Tensor:
+    """[B, S] bool: tokens that another one of their document comes before."""
+    document_BS = rows.document_BS
+    follows_BS = (document_BS == document_BS.roll(1, dims=1)) & (document_BS != PADDING_DOCUMENT)
+    follows_BS[:, 0] = False
+    return follows_BS
+
+
 def next_token(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """(targets_BS int64, scored_BS bool) of logits that predict the token after their own.
 
     A row is scored where the next token is supervised and of the same document.
     """
-    targets_BS = rows.tokens_BS.roll(-1, dims=1)
-    same_BS = (rows.document_BS == rows.document_BS.roll(-1, dims=1)) & (rows.document_BS != PADDING_DOCUMENT)
-    scored_BS = rows.loss_mask_BS.roll(-1, dims=1) & same_BS
-    scored_BS[:, -1] = False
-    return targets_BS, scored_BS
+    return rows.tokens_BS.roll(-1, dims=1), (rows.loss_mask_BS & follows(rows)).roll(-1, dims=1)
 
 
 def next_token_term(rows: Rows, before: int, compat: str | None) -> Term:

@@ -6,8 +6,12 @@ p = (1 - eps) t + eps, and a bidirectional network predicts the clean tokens:
     loss = Σ_{i noised} -log q(x_0,i | x_t) / p  /  N,      N = supervised tokens of the global batch,
 
 an unbiased estimate of an upper bound on the negative log-likelihood in nats per token.
-Shapes: one stream, Q = S; logits at position i predict token i (no shift).
+Shapes: one stream, Q = S; logits at position i predict token i, or with `--mdlm-shift-logits` token i + 1, as in
+models made of autoregressive ones (Dream, arXiv:2508.15487). A document's first token is then predicted nowhere, so it
+is neither scored nor counted.
 """
+
+import argparse
 
 import torch
 
@@ -23,7 +27,12 @@ USES = {"dllm_eps", "dllm_loss_normalization"}
 
 
 def add_args(group) -> None:
-    """mdlm has no flags beyond the shared ones."""
+    group.add_argument(
+        "--mdlm-shift-logits",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Predict every token from the position before it; the default for Dream's weights (--hf-model).",
+    )
 
 
 def validate(args) -> None:
@@ -47,7 +56,13 @@ def layout(samples: list[Corrupted], length: int, args) -> ModelInput:
     """Pad every sample to `length` and stack: B rows of one stream."""
     rows = common.pad_rows(samples, length, args.dllm_pad_token_id)
     counted_BS = rows.loss_mask_BS if args.dllm_loss_normalization == "supervised" else rows.noised_BS
-    term = Term(rows.tokens_BS, rows.weight_BS, float(counted_BS.sum()), levels_BQ=rows.level_BS)
+    targets_BS, weights_BS, levels_BS = rows.tokens_BS, rows.weight_BS, rows.level_BS
+    if args.mdlm_shift_logits:
+        follows_BS = common.follows(rows)
+        counted_BS = counted_BS & follows_BS
+        weights_BS = weights_BS * follows_BS
+        targets_BS, weights_BS, levels_BS = (x.roll(-1, dims=1) for x in (targets_BS, weights_BS, levels_BS))
+    term = Term(targets_BS, weights_BS, float(counted_BS.sum()), levels_BQ=levels_BS)
     return common.streams_side_by_side(rows, [(NOISY, rows.x_t_BS)], {"dllm": term})
 
 

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dllm.data.tokenizer import ByteLevel
-from megatron_dllm.generation import check_sampler, llada
+from megatron_dllm.generation import llada, prepare
 from megatron_dllm.generation.config import GenerationConfig
 from megatron_dllm.generation.prompts import Canvas, build_canvases, number_copies
+from megatron_dllm.generation.rows import Decoding, run
 from megatron_dllm.generation.selection import Candidates, RowDraws, gumbel_argmax, quotas
 from megatron_dllm.modes import mdlm
 
@@ -35,22 +36,33 @@ class Toy:
     def __init__(self, shift=0):
         self.calls, self.rows, self.shift = 0, 0, shift
 
-    def __call__(self, tokens_BQ, seen, rows_N):
-        self.calls, self.rows = self.calls + 1, self.rows + len(rows_N)
-        assert tokens_BQ.shape[0] == len(seen)
-        before = torch.cat([tokens_BQ[:, :1], tokens_BQ[:, :-1]], 1)[..., None]
-        place = torch.arange(tokens_BQ.shape[1])[None, :, None]
+    def __call__(self, passes, cache):
+        assert cache is None
+        self.calls, self.rows = self.calls + 1, self.rows + sum(len(one.wanted) for one in passes)
+        return [self.logits(one.tokens)[one.wanted] for one in passes]
+
+    def logits(self, tokens):
+        before = torch.cat([tokens[:1], tokens[:-1]])[:, None]
+        place = torch.arange(len(tokens))[:, None]
         logits = 3 * torch.cos(0.9 * torch.arange(VOCABULARY) + 0.37 * place + 0.11 * before)
         logits[..., MASK] = -5
         if self.shift:
-            logits = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
-        return logits.transpose(0, 1).flatten(0, 1)[rows_N]
+            logits = torch.cat([torch.zeros_like(logits[:1]), logits[:-1]])
+        return logits
 
 
 def answer(prompts, toy=None, reverse=mdlm.reverse, **options):
     config = GenerationConfig(**options)
     canvases = [Canvas([*prompt, *[MASK] * config.max_new_tokens], len(prompt)) for prompt in prompts]
-    return llada.decode(number_copies(canvases), toy or Toy(), reverse, config, MASK, eos_id=0)
+    return decode(canvases, toy or Toy(), reverse, config)
+
+
+def decode(canvases, toy, reverse, config):
+    args = Namespace(dllm_mode="mdlm")
+    decoding = Decoding(config, reverse, MASK, eos_id=0, vocab_size=VOCABULARY, args=args)
+    rows = [llada.LLaDARow(canvas, decoding) for canvas in number_copies(canvases)]
+    run(rows, toy)
+    return rows
 
 
 def ids(rows):
@@ -113,7 +125,7 @@ def test_finished_blocks_cost_no_forwards():
 def test_published_infilling():
     (case,) = kind("infill")
     config = GenerationConfig(steps=4, gen_block_length=3, infill=True)
-    (row,) = llada.decode([Canvas([1, 8, 8, 2, 8], 0)], Toy(), mdlm.reverse, config, MASK)
+    (row,) = decode([Canvas([1, 8, 8, 2, 8], 0)], Toy(), mdlm.reverse, config)
     assert ids([row]) == case["out"]
     assert row.steps == 3 < case["model_calls"]
 
@@ -194,8 +206,8 @@ def test_a_threshold_out_of_reach_keeps_to_the_schedule():
 
 def test_the_mask_is_never_predicted():
     class Masker(Toy):
-        def __call__(self, *inputs):
-            logits = super().__call__(*inputs)
+        def logits(self, tokens):
+            logits = super().logits(tokens)
             logits[:, MASK] = 50.0
             return logits
 
@@ -213,7 +225,7 @@ def test_random_remasking_is_independent_of_the_logits():
 
     for factor in (1.0, -0.3):
         orders.append([])
-        toy = lambda *inputs, factor=factor: Toy()(*inputs) * factor
+        toy = lambda *inputs, factor=factor: [logits * factor for logits in Toy()(*inputs)]
         answer([[1, 2]], toy, reverse, max_new_tokens=8, steps=8, remasking="random", seed=3)
     assert orders[0] == orders[1]
     assert orders[0] != [[0]] * 8
@@ -223,11 +235,10 @@ def test_stop_at_eos_fills_up_and_saves_steps():
     class Ender(Toy):
         """Sure of tokens on the left; the third of the answer is EOS (0)."""
 
-        def __call__(self, tokens_BQ, seen, rows_N):
-            self.calls += 1
-            place = rows_N // tokens_BQ.shape[0]
-            logits = torch.zeros(len(rows_N), VOCABULARY)
-            logits[torch.arange(len(rows_N)), torch.where(place == 4, 0, 1 + place % 7)] = 9 - 0.3 * place
+        def logits(self, tokens):
+            place = torch.arange(len(tokens))
+            logits = torch.zeros(len(tokens), VOCABULARY)
+            logits[place, torch.where(place == 4, 0, 1 + place % 7)] = 9 - 0.3 * place
             return logits
 
     config = dict(max_new_tokens=12, gen_block_length=4, steps=12)
@@ -244,12 +255,12 @@ def test_guidance_contrasts_with_a_canvas_without_the_prompt():
     canvases = []
 
     class Watch(Toy):
-        def __call__(self, tokens_BQ, seen, rows_N):
-            canvases.append(tokens_BQ.clone())
-            return super().__call__(tokens_BQ, seen, rows_N)
+        def __call__(self, passes, cache):
+            canvases.append([one.tokens.tolist() for one in passes])
+            return super().__call__(passes, cache)
 
     answer([[1, 2]], Watch(), max_new_tokens=2, steps=1, cfg_scale=1.0)
-    assert canvases[0].tolist() == [[1, 2, MASK, MASK], [MASK] * 4]
+    assert canvases[0] == [[1, 2, MASK, MASK], [MASK] * 4]
 
 
 # --- numbers ----------------------------------------------------------------------------------------------
@@ -304,11 +315,12 @@ def test_prompts_of_every_kind():
 
 def check(**options):
     """`check_sampler` for a model trained with bd3lm; options of its run or of the sampler."""
-    run = dict(dllm_mode="bd3lm", dllm_block_size=4, dllm_block_origin="sequence")
+    run = dict(dllm_mode="bd3lm", dllm_block_size=4, dllm_block_origin="sequence", ar_loss_weight=1.0)
+    run |= dict(dllm_mask_token_id=258, max_position_embeddings=200)
+    prompt = options.pop("prompt", "a")
     config = {name: value for name, value in options.items() if name not in run}
     args = Namespace(**{name: options.get(name, value) for name, value in run.items()})
-    check_sampler(args, GenerationConfig(**config), ByteLevel())
-
+    prepare([prompt], ByteLevel(), GenerationConfig(**config), args)
 
 
 @pytest.mark.parametrize(
@@ -336,11 +348,32 @@ def check(**options):
         (lambda: GenerationConfig(threshold=1.5), "give a probability"),
         (lambda: GenerationConfig(threshold=0.5, remasking="random"), "drop one"),
         (lambda: GenerationConfig(infill=True, stop_at_eos=True), "drop one"),
-        (lambda: check(dllm_mode="idlm"), "cannot be decoded yet"),
-        (lambda: check(infill=True), "--infill needs one trained with mdlm"),
-        (lambda: check(cfg_scale=1.0), "leave out --cfg-scale"),
+        (lambda: GenerationConfig(steps=4, steps_per_block=2), "give one of them"),
+        (lambda: GenerationConfig(threshold=0.5, factor=1.0), "drop one"),
+        (lambda: GenerationConfig(top_k=3), "--top-k says what to draw from"),
+        (lambda: GenerationConfig(top_p=0.0, temperature=1.0), "--top-p 0 leaves no token"),
+        (lambda: GenerationConfig(cache="disk"), "choose one of auto, none, prefix, dual"),
+        (lambda: GenerationConfig(mode="train"), "choose one of diffusion, ar, speculative"),
+        (lambda: check(dllm_mode="another"), "cannot be decoded yet"),
+        (lambda: check(sampler="beam"), "--sampler beam is unknown"),
+        (lambda: check(sampler="llada"), "--sampler llada does not fit .* bd3lm: choose llada2"),
+        (lambda: check(dllm_mode="mdlm", sampler="nemotron"), "choose llada or dream"),
+        (lambda: check(infill=True), "--infill needs a model trained with mdlm"),
+        (lambda: check(cfg_scale=1.0), "--cfg-scale means nothing to --sampler llada2"),
+        (lambda: check(algorithm="origin"), "--algorithm means nothing to --sampler llada2"),
         (lambda: check(gen_block_length=8), "blocks of --dllm-block-size 4 tokens: leave out"),
         (lambda: check(dllm_block_origin="response"), "cannot be decoded yet"),
+        (lambda: check(cache="prefix"), "is an approximation"),
+        (lambda: check(max_post_steps=3), "needs --editing-threshold"),
+        (lambda: check(editing_threshold=0.5, steps=3), "leave out --steps"),
+        (lambda: check(editing_threshold=0.5, remasking="random"), "drop one"),
+        (lambda: check(dllm_mode="mdlm", cache="dual", cfg_scale=1.0), "drop one"),
+        (lambda: check(dllm_mode="hybrid", mode="ar", threshold=0.5), "--threshold means nothing to --mode ar"),
+        (lambda: check(dllm_mode="hybrid", mode="ar", gen_block_length=4), "means nothing to --mode ar"),
+        (lambda: check(dllm_mode="idlm", mode="diffusion"), "choose speculative or ar"),
+        (lambda: check(dllm_mode="hybrid", ar_loss_weight=0), "choose --sampler llada2"),
+        (lambda: check(dllm_mode="scdd", stop_at_eos=True), "means nothing to --sampler scdd"),
+        (lambda: check(dllm_mode="idlm", prompt=""), "prompt 1 is empty"),
     ],
 )
 def test_what_cannot_work_says_so(make, words):

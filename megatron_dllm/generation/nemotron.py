@@ -1,0 +1,164 @@
+"""Decoding of models that are autoregressive and diffuse at once: Nemotron-Labs-Diffusion (`--dllm-mode hybrid`).
+
+The clean stream is causal and predicts the next token; the noisy one fills blocks. Three ways to use them (`--mode`):
+
+diffusion    The causal head writes the first token of a block, diffusion the rest: each step commits the most trusted
+             tokens, and all others above the threshold. The finished block is run once more as clean tokens, which
+             stores its keys and values and predicts the next block's first token. Blocks are counted from the answer.
+ar           One token at a time from the causal head.
+speculative  Diffusion drafts a block in one step, the causal head verifies it in another, and as many tokens are kept
+             as it agrees with, plus the one that it puts after them. At temperature 0 the text is that of `ar`; above,
+             a draft d is kept with probability min(1, p(d) / q(d)) and else replaced by a draw from max(p - q, 0), so
+             tokens are distributed as with `ar` (Leviathan et al. 2023, arXiv:2211.17192, algorithm 1).
+
+Shapes: n tokens of a pass, C rows of logits, V vocabulary.
+"""
+
+import torch
+
+from megatron_dllm.generation.network import Pass
+from megatron_dllm.generation.prompts import Canvas
+from megatron_dllm.generation.rows import Decoding, Row, Schedule, steps_of_a_block
+from megatron_dllm.generation.selection import draw
+
+
+class CausalRow(Row):
+    """A row of clean tokens, `length` of which are written; `held` of them are in the cache."""
+
+    def __init__(self, canvas: Canvas, decoding: Decoding):
+        super().__init__(canvas, decoding)
+        self.cached = self.config.cache != "none"
+        self.length, self._held = self.start, 0
+
+    def view(self, noisy: int, wanted: torch.Tensor, hold: int) -> Pass:
+        """The tokens from the first that the cache lacks to `length`, clean, then the next `noisy` ones as one block.
+
+        wanted: places in the row; hold: the cache has the first so many tokens afterwards.
+        """
+        held = self._held
+        places = torch.arange(held, self.length + noisy)
+        is_noisy = places >= self.length
+        if self.cached:
+            self._held = hold
+        keep = hold - held if self.cached else 0
+        return Pass(self.tokens[places], places, is_noisy, is_noisy.long(), wanted - held, cached=held, keep=keep)
+
+    def append(self, ids: torch.Tensor, trust: torch.Tensor | None = None) -> None:
+        """Write the next tokens, of which there is room for."""
+        ids = ids[: len(self.tokens) - self.length]
+        self.write(
+            torch.arange(self.length, self.length + len(ids)), ids, trust if trust is None else trust[: len(ids)]
+        )
+        self.length += len(ids)
+        self.end_at_eos()
+        self.done = self.done or self.length == len(self.tokens)
+
+    def next(self, logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """([1] id, [1] probability) of the token after the last row's."""
+        candidates = self.candidates(logits_CV[-1:], tempered=True)
+        ids = candidates.draw("next")
+        return ids, candidates.distribution().gather(-1, ids[:, None])[:, 0]
+
+
+class AutoregressiveRow(CausalRow):
+    def passes(self) -> list[Pass]:
+        return [self.view(0, torch.tensor([self.length - 1]), hold=self.length)]
+
+    def take(self, logits: list[torch.Tensor]) -> None:
+        self.append(*self.next(logits[0]))
+
+
+class SpeculativeRow(CausalRow):
+    def __init__(self, canvas: Canvas, decoding: Decoding):
+        super().__init__(canvas, decoding)
+        self._draft: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and the distributions they were drawn from
+        self._seeded = False
+        self._block = self.config.gen_block_length or decoding.args.dllm_block_size
+
+    def passes(self) -> list[Pass]:
+        if not self._seeded:
+            return [self.view(0, torch.tensor([self.length - 1]), hold=self.length)]
+        seed = self.length - 1
+        if self._draft is None:
+            # the seed is the noisy block's first token
+            self.length -= 1
+            count = min(self._block, len(self.tokens) - seed)
+            view = self.view(count, torch.arange(seed + 1, seed + count), hold=seed)
+            self.length += 1
+            return [view]
+        # clean until they are refused; what is refused leaves the cache again
+        count = len(self._draft[0])
+        places = slice(self.length, self.length + count)
+        self.tokens[places] = self._draft[0]
+        self.length += count
+        view = self.view(0, torch.arange(seed, self.length), hold=self.length)
+        self.length -= count
+        self.tokens[places] = self.mask_id
+        return [view]
+
+    def take(self, logits: list[torch.Tensor]) -> None:
+        logits_CV = logits[0]
+        if not self._seeded:
+            self._seeded = True
+            self.append(*self.next(logits_CV))
+        elif self._draft is None:
+            if len(logits_CV):
+                candidates = self.candidates(logits_CV)
+                self._draft = candidates.draw().cpu(), candidates.distribution().cpu()
+            else:  # there is room for one token more
+                self._draft = self.tokens[:0], torch.zeros(0, 0)
+        else:
+            ids, trust = verify(*self._draft, self.candidates(logits_CV).distribution().cpu(), self.draws)
+            self._draft = None
+            self.append(ids, trust)
+            if self.cached:
+                self._held = min(self._held, self.length - 1)
+
+
+def verify(draft_C: torch.Tensor, q_CV: torch.Tensor, p_NV: torch.Tensor, draws) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, p of each): the draft tokens that are kept, and one more. N = C + 1: p of each draft's place, and of the
+    one after them. At temperature 0 both are certain, and drafts are kept as far as they are p's."""
+    ids, trust = draft_C.tolist(), []
+    u_C = draws.uniform("accept", len(ids)).tolist()
+    for i, token in enumerate(ids):
+        p, q = p_NV[i], q_CV[i]
+        if u_C[i] * q[token] >= p[token]:  # strictly below p / q: what p excludes is never kept
+            ids[i:] = draw((p - q).clamp(min=0)[None], draws.uniform("replace", 1)).tolist()
+            return torch.tensor(ids), torch.tensor([*trust, p[ids[i]].item()])
+        trust.append(p[token].item())
+    last = draw(p_NV[-1:], draws.uniform("next", 1))
+    return torch.cat([draft_C, last]), torch.tensor([*trust, p_NV[-1, last].item()])
+
+
+class DiffusionRow(CausalRow):
+    def __init__(self, canvas: Canvas, decoding: Decoding):
+        super().__init__(canvas, decoding)
+        self._size = self.config.gen_block_length or decoding.args.dllm_block_size
+        count = -(-(len(self.tokens) - self.start) // self._size)
+        self._steps = steps_of_a_block(self.config, self._size, count)
+        self._seeded = False  # whether the current block has its first token
+
+    def passes(self) -> list[Pass]:
+        if not self._seeded:
+            return [self.view(0, torch.tensor([self.length - 1]), hold=self.length)]
+        return [self.view(self._last - self.length, self.masked(self.length, self._last), hold=self.length)]
+
+    def take(self, logits: list[torch.Tensor]) -> None:
+        logits_CV = logits[0]
+        if not self._seeded:
+            ids, trust = self.next(logits_CV)
+            self.write(torch.tensor([self.length]), ids, trust)
+            self._last = min(self.length + self._size, len(self.tokens))
+            self._schedule = Schedule(self._last - self.length - 1, self._steps)
+            self._seeded = True
+        else:
+            places = self.masked(self.length, self._last)
+            candidates = self.candidates(logits_CV)
+            chosen_K, ids_K = self.decoding.reverse(candidates, self._schedule.quota(), self.config.threshold)
+            self.write(places[chosen_K.cpu()], ids_K, candidates.trust(chosen_K))
+            self._schedule.advance(len(ids_K))
+        if self.end_at_eos():
+            return
+        if len(self.masked(self.length, self._last)) == 0:
+            self.length, self._seeded = self._last, False
+            self.done = self.length == len(self.tokens)
