@@ -1,4 +1,5 @@
-"""A trained model for generation: from a checkpoint saved in any layout, on one process or tensor-parallel ranks.
+"""A trained model for generation: from a checkpoint saved in any layout, or from a Hugging Face folder, on one process
+or on tensor- and pipeline-parallel ranks.
 
 Architecture, tokenizer, mode and mask token are the checkpoint's own: there is one source for them.
 """
@@ -17,7 +18,6 @@ from megatron_dllm.validation import check_mask_token
 
 # What described the training run's layout, data and bookkeeping, and has no meaning for one that only reads weights.
 _NEUTRAL = dict(
-    pipeline_model_parallel_size=1,
     virtual_pipeline_model_parallel_size=None,
     num_layers_per_virtual_pipeline_stage=None,
     num_virtual_stages_per_pipeline_rank=None,
@@ -74,57 +74,64 @@ _GPU = dict(distributed_backend="nccl", use_cpu_initialization=True, gradient_ac
 
 @dataclass
 class Plan:
-    """A checkpoint that has been looked at, not yet loaded. args: what the model will be built from."""
+    """A model that has been looked at, not yet loaded. folder: of its checkpoint; None if its weights come from
+    args.hf_model. args: what the model will be built from."""
 
-    folder: str
+    folder: str | None
     args: Namespace
     tokenizer: Tokenizer
 
 
 @dataclass
 class Loaded:
-    """A model ready for `generate`, its tokenizer, and the arguments it was built from."""
+    """A model ready for `generate` (this rank's part of it), its tokenizer, and the arguments it was built from."""
 
     model: torch.nn.Module
     tokenizer: Tokenizer
     args: Namespace
 
 
-def load(path: str, **options) -> Loaded:
+def load(path: str | None = None, **options) -> Loaded:
     """`build(plan(path, **options))`: the model in the checkpoint `path`. One model per process."""
     return build(plan(path, **options))
 
 
 def plan(
-    path: str,
+    path: str | None = None,
     *,
+    hf_model: str | None = None,
+    mode: str | None = None,
     step: int | None = None,
     tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
     tokenizer_model: str | None = None,
     chat_template: str | None = None,
     mask_token_id: int | None = None,
     bf16: bool = False,
+    fp32: bool = False,
     trust_remote_code: bool = False,
 ) -> Plan:
     """Everything that can be wrong, found before anything is built.
 
     path: a run's folder, or that of an iteration; step: which iteration of the run, default the latest.
+    hf_model: instead, a Hugging Face folder of any family; mode: the --dllm-mode that it is decoded as, default the
+    family's.
     tokenizer_model, chat_template: where the files are now, if they have moved since training.
     trust_remote_code: the tokenizer may be Python code of its folder; what the checkpoint says about that is not heard.
-    mask_token_id: only checked; bf16: compute in bf16 also if the model was trained in another precision.
+    mask_token_id: only checked, or for an hf_model whose family and tokenizer do not say it.
+    bf16, fp32: compute in it also if the model was trained in another precision.
     Raises ValueError (one sentence): no checkpoint or a damaged one, a layout that does not fit, a tokenizer
     that is missing or another one, another mask token.
     """
-    folder = iteration_folder(path, step)
-    if folder is None or not os.path.isdir(folder):
-        missing = f"{TRACKER} is missing" if folder is None else f"there is no {os.path.basename(folder)}"
-        raise ValueError(f"--load {path} holds no checkpoint ({missing}): give a run's folder or an iter_ folder.")
-    args = saved_run(folder)
-    saved_mask = args.dllm_mask_token_id
-    if mask_token_id is not None and mask_token_id != saved_mask:
-        raise ValueError(
-            f"{folder} was trained with mask token {saved_mask}, not {mask_token_id}: leave out --dllm-mask-token-id."
-        )
+    if (path is None) == (hf_model is None):
+        raise ValueError("the model comes from --load or from --hf-model: give one of them.")
+    if bf16 and fp32:
+        raise ValueError("--bf16 and --fp32 are two precisions: give one of them.")
+    if path is None:
+        args = _imported(hf_model, mode, step, mask_token_id, trust_remote_code)
+        folder = None
+    else:
+        folder, args = _saved(path, mode, step, mask_token_id)
     args.trust_remote_code = trust_remote_code
     for name, value in dict(tokenizer_model=tokenizer_model, chat_template=chat_template).items():
         if value is not None:
@@ -135,20 +142,56 @@ def plan(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model knows {args.vocab_size}: give the one it "
             "was trained with by --tokenizer-model."
         )
-    if saved_mask is not None:
-        check_mask_token(saved_mask, args.vocab_size, tokenizer)
-    neutralise(args, tensor_model_parallel_size)
-    if bf16:
-        args.bf16, args.fp16, args.params_dtype = True, False, torch.bfloat16
+    if args.dllm_mask_token_id is not None:
+        check_mask_token(args.dllm_mask_token_id, args.vocab_size, tokenizer)
+    neutralise(args, tensor_model_parallel_size, pipeline_model_parallel_size)
+    args.init_from_hf = folder is None
+    if bf16 or fp32:
+        args.bf16, args.fp16, args.params_dtype = bf16, False, torch.bfloat16 if bf16 else torch.float32
     if args.transformer_impl == "transformer_engine" and not torch.cuda.is_available():
         args.transformer_impl = "local"  # the same weights under the same names
         print("Transformer Engine needs a GPU: its layers run as Megatron's local ones here.", file=sys.stderr)
     return Plan(folder, args, tokenizer)
 
 
-def neutralise(args: Namespace, tensor_model_parallel_size: int = 1) -> None:
+def _saved(path: str, mode: str | None, step: int | None, mask_token_id: int | None) -> tuple[str, Namespace]:
+    folder = iteration_folder(path, step)
+    if folder is None or not os.path.isdir(folder):
+        missing = f"{TRACKER} is missing" if folder is None else f"there is no {os.path.basename(folder)}"
+        raise ValueError(f"--load {path} holds no checkpoint ({missing}): give a run's folder or an iter_ folder.")
+    args = saved_run(folder)
+    if mode is not None:
+        raise ValueError(f"{folder} says how it was trained ({args.dllm_mode}): leave out --dllm-mode.")
+    saved_mask = args.dllm_mask_token_id
+    if mask_token_id is not None and mask_token_id != saved_mask:
+        raise ValueError(
+            f"{folder} was trained with mask token {saved_mask}, not {mask_token_id}: leave out --dllm-mask-token-id."
+        )
+    return folder, args
+
+
+def _imported(
+    hf_model: str, mode: str | None, step: int | None, mask_token_id: int | None, trust_remote_code: bool
+) -> Namespace:
+    from megatron_dllm.conversion import importing
+    from megatron_dllm.conversion.source import family_of
+    from megatron_dllm.models.hf import read_config
+
+    if step is not None:
+        raise ValueError("--ckpt-step is an iteration of --load, and --hf-model has none: leave it out.")
+    family = family_of(read_config(hf_model))
+    if mode is None and family.mode is None:
+        raise ValueError(
+            f"{hf_model} holds a {family.name} model, which is autoregressive unless it was trained further: say what it "
+            "was trained as by --dllm-mode (to continue a text token by token: --dllm-mode hybrid --mode ar)."
+        )
+    planned = importing.plan(hf_model, mode=mode, mask_token_id=mask_token_id, trust_remote_code=trust_remote_code)
+    return planned.args
+
+
+def neutralise(args: Namespace, tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1) -> None:
     """Turn a training run's arguments into those of one that only reads weights on the launched processes."""
-    _set_layout(args, tensor_model_parallel_size)
+    _set_layout(args, tensor_model_parallel_size, pipeline_model_parallel_size)
     vars(args).update(_NEUTRAL | (_GPU if torch.cuda.is_available() else _CPU))
 
 
@@ -166,14 +209,20 @@ def saved_run(folder: str) -> Namespace:
     return args
 
 
-def _set_layout(args: Namespace, tp: int) -> None:
-    """Adapt `args` to the launched processes: all of them are tensor-parallel ranks of one model."""
+def _set_layout(args: Namespace, tp: int, pp: int) -> None:
+    """Adapt `args` to the launched processes: all of them are tensor- and pipeline-parallel ranks of one model."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if tp < 1 or world != tp:
-        launch = f"torchrun --nproc-per-node {tp}" if tp > 1 else "plain python"
+    if tp < 1 or pp < 1 or world != tp * pp:
+        launch = f"torchrun --nproc-per-node {tp * pp}" if tp * pp > 1 else "plain python"
+        layout = f"--tensor-model-parallel-size {tp}" + (f" --pipeline-model-parallel-size {pp}" if pp != 1 else "")
+        advice = f"set it to {world}" if pp == 1 else f"choose sizes whose product is {world}"
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} needs {tp} process(es), and there are {world}: start with {launch}, or "
-            f"set it to {world}."
+            f"{layout} needs {tp * pp} process(es), and there are {world}: start with {launch}, or {advice}."
+        )
+    if args.num_layers % pp:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {pp} does not divide the model's {args.num_layers} layers: choose another "
+            "size."
         )
     heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     if args.num_attention_heads % tp or (heads % tp and tp % heads) or args.ffn_hidden_size % tp:
@@ -182,6 +231,7 @@ def _set_layout(args: Namespace, tp: int) -> None:
             f"key/value heads and width {args.ffn_hidden_size}: choose another size."
         )
     args.tensor_model_parallel_size = args.expert_tensor_parallel_size = tp
+    args.pipeline_model_parallel_size = pp
     args.tensor_parallel_num_weight_shards = args.expert_tensor_parallel_num_weight_shards = tp
     args.rank, args.world_size = int(os.environ.get("RANK", "0")), world
     args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -193,7 +243,7 @@ def _set_layout(args: Namespace, tp: int) -> None:
 
 def build(plan: Plan) -> Loaded:
     """Start the processes' communication, build the model and read its weights. Once per process."""
-    from megatron.core import dist_checkpointing
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.transformer.module import Float16Module
     from megatron.training.global_vars import set_global_variables
     from megatron.training.initialize import initialize_megatron
@@ -206,11 +256,13 @@ def build(plan: Plan) -> Loaded:
     default_to_one_process()
     set_global_variables(args, build_tokenizer=False)
     initialize_megatron(allow_no_cuda=not torch.cuda.is_available(), get_embedding_ranks=embedding_ranks)
-    model = model_provider(draw_weights=False).cuda()
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = model_provider(first, last, draw_weights=plan.folder is None).cuda()
     wrapped = Float16Module(model.config, model) if args.bf16 or args.fp16 else model
-    metadata = dist_checkpointing.load_content_metadata(plan.folder)
-    # what the model lacks (optimizer, random state) may stay in the file; what the file lacks is an error
-    strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
-    state = dist_checkpointing.load(dict(model=model.sharded_state_dict(metadata=metadata)), plan.folder, strict=strict)
-    model.load_state_dict(state["model"])
+    if plan.folder is not None:
+        metadata = dist_checkpointing.load_content_metadata(plan.folder)
+        state = dict(model=model.sharded_state_dict(metadata=metadata))
+        # what the model lacks (optimizer, random state) may stay in the file; what the file lacks is an error
+        strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
+        model.load_state_dict(dist_checkpointing.load(state, plan.folder, strict=strict)["model"])
     return Loaded(wrapped.eval(), plan.tokenizer, args)
