@@ -182,8 +182,8 @@ def _imported(
     family = family_of(read_config(hf_model))
     if mode is None and family.mode is None:
         raise ValueError(
-            f"{hf_model} holds a {family.name} model, which is autoregressive unless it was trained further: say what it "
-            "was trained as by --dllm-mode (to continue a text token by token: --dllm-mode hybrid --mode ar)."
+            f"{hf_model} holds a {family.name} model, which is autoregressive unless it was trained further: say what "
+            "it was trained as by --dllm-mode (to continue a text token by token: --dllm-mode hybrid --mode ar)."
         )
     planned = importing.plan(hf_model, mode=mode, mask_token_id=mask_token_id, trust_remote_code=trust_remote_code)
     return planned.args
@@ -241,8 +241,9 @@ def _set_layout(args: Namespace, tp: int, pp: int) -> None:
         args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args, logging_enabled=False)
 
 
-def build(plan: Plan) -> Loaded:
-    """Start the processes' communication, build the model and read its weights. Once per process."""
+def build(plan: Plan, store: torch.distributed.Store | None = None) -> Loaded:
+    """Start the processes' communication (they meet at `store`, or where torchrun says), build the model and read its
+    weights. Once per process."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.transformer.module import Float16Module
     from megatron.training.global_vars import set_global_variables
@@ -255,7 +256,8 @@ def build(plan: Plan) -> Loaded:
     fixes.install()
     default_to_one_process()
     set_global_variables(args, build_tokenizer=False)
-    initialize_megatron(allow_no_cuda=not torch.cuda.is_available(), get_embedding_ranks=embedding_ranks)
+    no_gpu = not torch.cuda.is_available()
+    initialize_megatron(allow_no_cuda=no_gpu, get_embedding_ranks=embedding_ranks, store=store)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = model_provider(first, last, draw_weights=plan.folder is None).cuda()
     wrapped = Float16Module(model.config, model) if args.bf16 or args.fp16 else model

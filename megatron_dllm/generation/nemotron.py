@@ -79,13 +79,16 @@ class SpeculativeRow(CausalRow):
         if not self._seeded:
             return [self.view(0, torch.tensor([self.length - 1]), hold=self.length)]
         seed = self.length - 1
-        if self._draft is None:
+        # the last token of all needs no draft: it comes with the verification
+        count = min(self._block - 1, len(self.tokens) - self.length - 1)
+        if self._draft is None and count > 0:
             # the seed is the noisy block's first token
-            self.length -= 1
-            count = min(self._block, len(self.tokens) - seed)
-            view = self.view(count, torch.arange(seed + 1, seed + count), hold=seed)
-            self.length += 1
+            self.length = seed
+            view = self.view(count + 1, torch.arange(seed + 1, seed + 1 + count), hold=seed)
+            self.length = seed + 1
             return [view]
+        if self._draft is None:
+            self._draft = self.tokens[:0], torch.zeros(0, 0)
         # clean until they are refused; what is refused leaves the cache again
         count = len(self._draft[0])
         places = slice(self.length, self.length + count)
@@ -102,11 +105,8 @@ class SpeculativeRow(CausalRow):
             self._seeded = True
             self.append(*self.next(logits_CV))
         elif self._draft is None:
-            if len(logits_CV):
-                candidates = self.candidates(logits_CV)
-                self._draft = candidates.draw().cpu(), candidates.distribution().cpu()
-            else:  # there is room for one token more
-                self._draft = self.tokens[:0], torch.zeros(0, 0)
+            candidates = self.candidates(logits_CV)
+            self._draft = candidates.draw().cpu(), candidates.distribution().cpu()
         else:
             ids, trust = verify(*self._draft, self.candidates(logits_CV).distribution().cpu(), self.draws)
             self._draft = None

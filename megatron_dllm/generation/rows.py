@@ -89,6 +89,8 @@ class Row:
 
     def write(self, places_K: torch.Tensor, ids_K: torch.Tensor, trust_K: torch.Tensor | None = None) -> None:
         """places_K int64, on the CPU; the others anywhere."""
+        if len(places_K) == 0:
+            return
         ids_K = ids_K.cpu()
         self.tokens[places_K] = ids_K
         trust = None if trust_K is None else trust_K.tolist()

@@ -129,3 +129,43 @@ def nemotron(model, prompt, new, length, threshold=None):
             proposals = {place: best(logits[place]) for place in left}
             commit(tokens, proposals, 1, threshold)
     return tokens[len(prompt) :], forwards
+
+
+@torch.no_grad()
+def fast_dllm(model, prompt, new, length, threshold, dual):
+    """Keys and values of everything before the block, or around it, are those of the block's first step."""
+    from transformers import DynamicCache
+
+    tokens, forwards = prompt + [MASK] * new, 0
+    n = len(tokens)
+
+    def run(places, cache):
+        mask = torch.zeros(1, 1, len(places), n)
+        ids = torch.tensor([[tokens[place] for place in places]])
+        out = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=torch.tensor([places]),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return dict(zip(places, out.logits[0].double(), strict=True)), out.past_key_values
+
+    for first in range(len(prompt), n, length):
+        last = min(first + length, n)
+        logits, cache = run(list(range(n)), DynamicCache())
+        inside = list(range(first, last if dual else n))
+        outside = torch.tensor([place for place in range(n) if place not in inside])
+        held = [(layer.keys[:, :, outside], layer.values[:, :, outside]) for layer in cache.layers]
+        forwards += 1
+        while True:
+            proposals = {place: best(logits[place]) for place in masked(tokens, first, last)}
+            commit(tokens, proposals, 1, threshold)
+            if not masked(tokens, first, last):
+                break
+            cache = DynamicCache()
+            for i, (keys, values) in enumerate(held):
+                cache.update(keys, values, i)
+            logits, _ = run(inside, cache)
+            forwards += 1
+    return tokens[len(prompt) :], forwards

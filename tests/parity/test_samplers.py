@@ -41,6 +41,13 @@ CASES = {
         lambda model, prompt: plain.llada(model, prompt, NEW, 6, 6, 0.2),
     ),
     **{
+        f"fast_dllm {cache}": (
+            ("llada", "mdlm", [], dict(gen_block_length=BLOCK, threshold=0.2, cache=cache)),
+            lambda model, prompt, cache=cache: plain.fast_dllm(model, prompt, NEW, BLOCK, 0.2, cache == "dual"),
+        )
+        for cache in ("prefix", "dual")
+    },
+    **{
         f"dream {algorithm}": (
             ("dream", "mdlm", [], dict(steps=steps, algorithm=algorithm)),
             lambda model, prompt, steps=steps, algorithm=algorithm: plain.dream(model, prompt, NEW, steps, algorithm),
