@@ -8,6 +8,8 @@ and cross entropy over them, as the reference recipes train.
 Each side is a process of its own, so that its peak memory is its own; their steps alternate, so that whatever
 else the machine does hits both. Before anything is timed, loss and gradient norm of both must agree.
 
+`generate`: whole answers of a sampler against its published loop (benchmark_generate.py).
+
 `attention`: attention alone under a mode's rule, forward and backward, in tiles against a ready-made dense mask (CPU).
 """
 
@@ -25,6 +27,8 @@ import time
 import types
 from pathlib import Path
 
+import benchmark_generate
+
 BATCHES = 4  # different ones, taken in turn: the share of scored rows varies with the noise level
 TOLERANCE = 1e-4  # relative, of loss and gradient norm between the two sides, in fp32
 
@@ -33,9 +37,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "command",
-        choices=["train", "attention"],
-        help="a training step against a transformers Llama; attention in tiles against a dense mask",
+        choices=["train", "generate", "attention"],
+        help="a training step, or an answer, against a transformers Llama; attention in tiles against a dense mask",
     )
+    parser.add_argument("--sampler", choices=sorted(benchmark_generate.MODES), default="llada2", help="Of generate.")
+    parser.add_argument("--prompt", type=int, default=32, metavar="TOKENS", help="generate: length of the prompt.")
+    parser.add_argument("--new", type=int, default=256, metavar="TOKENS", help="generate: length of the answer.")
+    parser.add_argument("--rounds", type=int, default=3, help="generate: answers of each side.")
+    parser.add_argument("--no-cache", dest="cache", action="store_false", help="generate: without our cache.")
     parser.add_argument("--document-length", type=int, default=None, help="attention: pack documents of this length.")
     parser.add_argument("--mode", choices=["mdlm", "bd3lm", "hybrid", "idlm"], default="mdlm")
     parser.add_argument("--block-size", type=int, default=32, help="Of the modes that have blocks.")
@@ -45,10 +54,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ffn", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=None, help="Sequences at a time; 16, of generate 1.")
     parser.add_argument("--steps", type=int, default=12, help="Timed steps of each side, after two to warm up.")
     parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.batch = options.batch or (1 if options.command == "generate" else 16)
+    return options
 
 
 def peak_mib() -> float:
@@ -347,4 +358,4 @@ def report(options, first, seconds, memory) -> None:
 
 if __name__ == "__main__":
     options = parse()
-    sys.exit(dict(train=train, attention=attention)[options.command](options))
+    sys.exit(dict(train=train, generate=benchmark_generate.generate, attention=attention)[options.command](options))

@@ -85,7 +85,7 @@ def _batches(
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.inference_mode():
                 rows = [make(canvas, decoding) for canvas in batch]
                 run(rows, network, observe)
         finally:

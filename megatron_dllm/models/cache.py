@@ -66,10 +66,13 @@ class KeyValueCache:
             # zeros, as hidden slots are multiplied by 0
             shape = (B, self._attributes_BKA.shape[1], *key.shape[2:])
             self._layers[layer] = [key.new_zeros(shape), value.new_zeros(shape)]
-        rows, slots_BQ = torch.arange(B, device=key.device)[:, None], self._slots_BQ.to(key.device)
         buffers = self._layers[layer]
+        if len(set(self.lengths)) == 1:
+            places = (slice(None), slice(self.lengths[0], self._extent))
+        else:
+            places = (torch.arange(B, device=key.device)[:, None], self._slots_BQ.to(key.device))
         for buffer, new in zip(buffers, (key, value), strict=True):
-            buffer[rows, slots_BQ] = new.transpose(0, 1)
+            buffer[places] = new.transpose(0, 1)
         keys, values = (buffer[:, : self._extent].transpose(1, 2) for buffer in buffers)
         output = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),

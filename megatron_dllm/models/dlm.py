@@ -223,6 +223,8 @@ class DiffusionLM(LanguageModule):
         """[N, V/tp] fp32 logits of this rank's columns; padding columns hold the lowest float."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden_ND, weight=weight)
+        if self.vocab_size == self.true_vocab_size:
+            return logits.float()
         columns = torch.arange(logits.shape[-1], device=logits.device)
         columns = columns + self.pg_collection.tp.rank() * logits.shape[-1]
         return logits.float().masked_fill(columns >= self.true_vocab_size, torch.finfo(torch.float32).min)
