@@ -12,7 +12,7 @@ A mode is a module in this folder with these names, always in this order (see `m
     layout(samples, length, args)       [Corrupted] -> ModelInput; what the network sees, and what is scored
     visible(query, key)                 may this query attend to this key? boolean, on attribute vectors
     loss(score, args)                   ScoreView -> [LossTerm]; never sees layouts, autocast or .backward()
-    reverse(candidates, quota, threshold)   one denoising step for the sampler: (chosen_K, ids_K), which of the
+    reverse(candidates, quota, threshold)   one denoising step for the samplers: (chosen_K, ids_K), which of the
                                         candidates (generation/selection.py) to commit, and to which ids
 
 and, where a step's losses shape the next one, `TERMS`, their names, and `after_step(losses, args)`, which keeps what

@@ -115,4 +115,4 @@ def after_step(losses: dict[str, float], args) -> None:
         args.dllm_state[_BALANCE] = balance(losses["dllm"], losses["clean"])
 
 
-reverse = common.most_trusted  # candidates come from the logits one place before
+reverse = common.most_trusted  # generation/idlm.py verifies drafts instead

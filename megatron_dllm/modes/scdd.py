@@ -201,6 +201,6 @@ def log_mixed(rho: torch.Tensor, log_q: torch.Tensor, K: int) -> torch.Tensor:
 
 
 def reverse(candidates, quota: int, threshold: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed tokens alone, as mdlm. A step that also corrects visible ones needs more than this contract has:
-    logits and present tokens of all positions, and the levels t and s."""
+    """Absorbed tokens alone, as mdlm. Correcting visible ones needs their places and the levels t and s: that is
+    generation/scdd.py."""
     return common.most_trusted(candidates, quota, threshold)

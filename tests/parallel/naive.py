@@ -48,7 +48,22 @@ def diffusion_count(rows, args) -> int:
 
 
 def mdlm(logits_BQV, rows, args):
+    if getattr(args, "mdlm_shift_logits", False):
+        return shifted(logits_BQV, rows, args)
     return divide(same_place(logits_BQV, rows, [row.weight_S for row in rows]), diffusion_count(rows, args))
+
+
+def shifted(logits_BSV, rows, args):
+    """mdlm whose logits predict the next token: those with a token before them in their document."""
+    total, count = 0.0, 0
+    for logits_SV, row in zip(logits_BSV, rows, strict=True):
+        s = row.sample
+        for i in range(1, len(s)):
+            if s.document_S[i] == s.document_S[i - 1]:
+                cost = F.cross_entropy(logits_SV[i - 1], s.tokens_S[i])
+                total = total + row.weight_S[i] * cost
+                count += int(s.loss_mask_S[i] if args.dllm_loss_normalization == "supervised" else row.noised_S[i])
+    return divide(total, count)
 
 
 def bd3lm(logits_BQV, rows, args):

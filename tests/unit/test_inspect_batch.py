@@ -367,7 +367,7 @@ def random_tokens(monkeypatch):
         del batch.terms["dllm"]
         return batch
 
-    mode.corrupt, mode.layout = corrupt, layout
+    mode.corrupt, mode.layout, mode.add_args = corrupt, layout, lambda group: None
     monkeypatch.setitem(MODES, "random", mode)
 
 

@@ -111,7 +111,11 @@ def samples() -> list[Sample]:
 
 
 FLAGS = SimpleNamespace(
-    dllm_mask_token_id=V - 1, dllm_pad_token_id=0, dllm_eps=1e-3, dllm_loss_normalization="supervised"
+    dllm_mask_token_id=V - 1,
+    dllm_pad_token_id=0,
+    dllm_eps=1e-3,
+    dllm_loss_normalization="supervised",
+    mdlm_shift_logits=False,
 )
 
 

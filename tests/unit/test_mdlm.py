@@ -30,6 +30,7 @@ def flags(**changes):
         dllm_eps=1e-3,
         dllm_loss_normalization="supervised",
         dllm_mode="mdlm",
+        mdlm_shift_logits=False,
         dllm_padding="ignore",
         dllm_sequence_length=32,
         seed=42,
