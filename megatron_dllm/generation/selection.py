@@ -89,7 +89,11 @@ class Candidates:
         tempered: bool = False,
     ):
         self._logits_CV = logits_CV.double()
-        self._mask_id, self._temperature, self._remasking, self._draws = mask_id, temperature, remasking, draws
+        self._normaliser_C = self._logits_CV.logsumexp(-1)  # with the mask, which is then never wanted again
+        if self._logits_CV.data_ptr() == logits_CV.data_ptr():
+            self._logits_CV = logits_CV.clone()
+        self._logits_CV[:, mask_id] = float("-inf")
+        self._temperature, self._remasking, self._draws = temperature, remasking, draws
         self._top_k, self._top_p, self._tempered = top_k, top_p, tempered
         self._proposed: tuple | None = None
 
@@ -98,9 +102,8 @@ class Candidates:
 
     def likely(self) -> torch.Tensor:
         """[C, V] logits of what may be drawn, divided by the temperature (not by 0): never the mask, top-k, top-p."""
-        allowed = self._logits_CV.clone()
-        allowed[:, self._mask_id] = float("-inf")
-        return keep_likely(allowed / self._temperature if self._temperature else allowed, self._top_k, self._top_p)
+        logits_CV = self._logits_CV / self._temperature if self._temperature else self._logits_CV
+        return keep_likely(logits_CV, self._top_k, self._top_p)
 
     def distribution(self) -> torch.Tensor:
         """[C, V] float64 probabilities that tokens are drawn from; at temperature 0 all on the likeliest."""
@@ -127,8 +130,11 @@ class Candidates:
             if self._remasking == "random":
                 confidence_C = self._draws.uniform("order", len(self)).to(ids_C.device)
             else:
-                logits = self.likely() if self._tempered and self._temperature else self._logits_CV
-                confidence_C = torch.exp(logits.gather(-1, ids_C[:, None])[:, 0] - logits.logsumexp(-1))
+                logits_CV, normaliser_C = self._logits_CV, self._normaliser_C
+                if self._tempered and self._temperature:
+                    logits_CV = self.likely()
+                    normaliser_C = logits_CV.logsumexp(-1)
+                confidence_C = torch.exp(logits_CV.gather(-1, ids_C[:, None])[:, 0] - normaliser_C)
             self._proposed = ids_C, confidence_C
         return self._proposed
 
@@ -136,7 +142,7 @@ class Candidates:
         """Some of them ([C] bool, on the CPU), with what was proposed for them."""
         some = copy.copy(self)
         some_C = some_C.to(self._logits_CV.device)
-        some._logits_CV = self._logits_CV[some_C]
+        some._logits_CV, some._normaliser_C = self._logits_CV[some_C], self._normaliser_C[some_C]
         some._proposed = tuple(x[some_C] for x in self.propose())
         return some
 
