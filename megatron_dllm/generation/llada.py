@@ -109,7 +109,7 @@ class LLaDARow(CanvasRow):
         if self._held or len(kept) == 0:
             return self.part(fresh, wanted, self.tokens, cached=self._held)
         self._held = len(kept)
-        return self.part(torch.cat([kept, fresh]), wanted, self.tokens, keep=len(kept))
+        return self.part(torch.cat([kept, fresh]), wanted, self.tokens)
 
 
 def trusted_together(candidates: Candidates, factor: float) -> int:

@@ -43,20 +43,11 @@ class BlockRow(Row):
         begin = max(0, first - (first - self._origin) % self._length)
         wanted = torch.arange(first, last) if self._edits else self.masked(first, last)
         places = torch.arange(self._held, last)
-        held, finished = self._held, begin - self._held
+        held = self._held
         if self.cached:
             self._held = begin
-        return [
-            Pass(
-                self.tokens[places],
-                places,
-                places >= begin,
-                self._block_of[places],
-                wanted - held,
-                cached=held,
-                keep=finished if self.cached else 0,
-            )
-        ]
+        blocks_of = self._block_of[places]
+        return [Pass(self.tokens[places], places, places >= begin, blocks_of, wanted - held, cached=held)]
 
     def take(self, logits: list[torch.Tensor]) -> None:
         first, last = self._blocks[0]

@@ -40,8 +40,7 @@ class CausalRow(Row):
         is_noisy = places >= self.length
         if self.cached:
             self._held = hold
-        keep = hold - held if self.cached else 0
-        return Pass(self.tokens[places], places, is_noisy, is_noisy.long(), wanted - held, cached=held, keep=keep)
+        return Pass(self.tokens[places], places, is_noisy, is_noisy.long(), wanted - held, cached=held)
 
     def append(self, ids: torch.Tensor, trust: torch.Tensor | None = None) -> None:
         """Write the next tokens, of which there is room for."""

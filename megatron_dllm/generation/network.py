@@ -25,7 +25,7 @@ class Pass:
 
     tokens, positions [n] int64; noisy [n] bool and blocks [n] int64: which stream and block each belongs to
     wanted [C] int64: tokens (by their place in this pass) whose logits are returned
-    cached: how many tokens of the row the cache holds; keep: the first so many of this pass are added to them
+    cached: how many tokens of the row the cache holds from earlier passes, in their order; this pass's come after them
     """
 
     tokens: torch.Tensor
@@ -34,7 +34,6 @@ class Pass:
     blocks: torch.Tensor
     wanted: torch.Tensor
     cached: int = 0
-    keep: int = 0
 
 
 class Network:
@@ -52,8 +51,7 @@ class Network:
         B, Q = tokens_BQ.shape
         device = torch.cuda.current_device()
         if cache is not None:
-            cache.lengths = [one.cached for one in passes]
-            cache.begin(attributes_BQA)
+            cache.begin(attributes_BQA, [one.cached for one in passes])
         elif self._full and all(len(one.tokens) == Q for one in passes):
             attributes_BQA = None
         if attributes_BQA is not None:
@@ -66,8 +64,6 @@ class Network:
         finally:
             for attention in self._attentions:
                 attention.cache = None
-        if cache is not None:
-            cache.extend([one.keep for one in passes])
         return list(logits_NV.split([len(one.wanted) for one in passes]))
 
     def _on(self, device, attributes_BQA: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Keys and values of tokens that later passes of a decoding loop attend to.
 
-Rows are ragged: each has slots of its own, of which the first `lengths[b]` are kept from earlier passes and the next
-ones hold the tokens of the current pass, so one mask (the mode's `visible` over the slots' attributes) serves both. To
-take tokens back, lower the length; what lies behind it is never seen. Keys are stored with their rotation.
+Rows are ragged: each has slots of its own. A pass says how many of a row's first slots still count; its tokens take the
+next ones, so one mask (the mode's `visible` over the slots' attributes) serves both, and a later pass keeps as many of
+them as it says. To take tokens back is to count fewer; what lies behind is never seen. Keys are stored with their
+rotation.
 
 Shapes: B rows, Q tokens of a pass, K slots, h query heads, g key/value heads, d head size, A attributes.
 """
@@ -18,19 +19,18 @@ _ROOM = 64  # slots that a cache grows by at least
 
 
 class KeyValueCache:
-    """lengths: how many tokens of each row are kept; set it before a pass, `extend` it after one."""
+    """Of one batch of rows, for all layers of this rank; its memory grows with the longest row."""
 
     def __init__(self, rows: int):
-        self.lengths = [0] * rows
         self._attributes_BKA = torch.zeros(rows, 0, NUM_ATTRIBUTES, dtype=torch.int32)
         self._layers: dict[torch.nn.Module, list[torch.Tensor]] = {}
         self._masks: dict = {}
 
-    def begin(self, attributes_BQA: torch.Tensor) -> None:
-        """A pass over these tokens (CPU int32; DOCUMENT -1 is padding) begins: they take the slots after the kept
-        ones."""
+    def begin(self, attributes_BQA: torch.Tensor, lengths: Sequence[int]) -> None:
+        """A pass over these tokens (CPU int32; DOCUMENT -1 is padding) begins: they take the slots after the first
+        `lengths[b]` of each row."""
         B, Q, _ = attributes_BQA.shape
-        first_B = torch.tensor(self.lengths)
+        self._lengths, first_B = list(lengths), torch.tensor(lengths)
         self._slots_BQ = first_B[:, None] + torch.arange(Q)
         self._extent = int(first_B.max()) + Q
         self._reserve(self._extent)
@@ -40,14 +40,9 @@ class KeyValueCache:
         self._queries_BQA = attributes_BQA
         self._masks = {}
 
-    def extend(self, counts: Sequence[int]) -> None:
-        """Keep the first `counts[b]` tokens of the pass."""
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         rows = list(rows)
-        self.lengths = [self.lengths[b] for b in rows]
         self._attributes_BKA = self._attributes_BKA[rows]
         self._layers = {layer: [buffer[rows] for buffer in buffers] for layer, buffers in self._layers.items()}
 
@@ -67,8 +62,8 @@ class KeyValueCache:
             shape = (B, self._attributes_BKA.shape[1], *key.shape[2:])
             self._layers[layer] = [key.new_zeros(shape), value.new_zeros(shape)]
         buffers = self._layers[layer]
-        if len(set(self.lengths)) == 1:
-            places = (slice(None), slice(self.lengths[0], self._extent))
+        if len(set(self._lengths)) == 1:
+            places = (slice(None), slice(self._lengths[0], self._extent))
         else:
             places = (torch.arange(B, device=key.device)[:, None], self._slots_BQ.to(key.device))
         for buffer, new in zip(buffers, (key, value), strict=True):
