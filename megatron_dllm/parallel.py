@@ -68,23 +68,27 @@ class RankBatch:
         return self
 
 
-def rank_positions(length: int, streams: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+def rank_positions(length: int, streams: int, cp_size: int, cp_rank: int, drafted: int = 0) -> torch.Tensor:
     """Global positions [Q / cp_size] that a context-parallel rank owns.
 
     Megatron's zigzag (chunks r and 2·cp-1-r, which balances causal work) inside each of the `streams`, so
-    that a rank owns the same positions of every stream.
+    that a rank owns the same positions of every stream; the same of the `drafted` tokens after them.
     """
     if cp_size == 1:
-        return torch.arange(length * streams)
-    chunks = torch.arange(length).chunk(2 * cp_size)
-    own = torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
-    return torch.cat([own + stream * length for stream in range(streams)])
+        return torch.arange(length * streams + drafted)
+
+    def zigzag(count: int) -> torch.Tensor:
+        chunks = torch.arange(count).chunk(2 * cp_size)
+        return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+
+    own = [zigzag(length) + stream * length for stream in range(streams)]
+    return torch.cat([*own, zigzag(drafted) + streams * length] if drafted else own)
 
 
 def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_within_document: bool) -> RankBatch:
     """Cut a micro-batch for one context-parallel rank and pick the rows that are scored."""
-    length = batch.tokens_BQ.shape[1] // batch.streams
-    own = rank_positions(length, batch.streams, cp_size, cp_rank)
+    length = (batch.tokens_BQ.shape[1] - batch.drafted) // batch.streams
+    own = rank_positions(length, batch.streams, cp_size, cp_rank, batch.drafted)
     terms = {}
     for name, term in batch.terms.items():
         weights = term.weights_BQ[:, own].t().flatten()
@@ -102,7 +106,7 @@ def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_
     if full_within_document and (attributes[..., DOCUMENT] == 0).all():
         attributes = None
     elif cp_size > 1:
-        order = torch.cat([rank_positions(length, batch.streams, cp_size, r) for r in range(cp_size)])
+        order = torch.cat([rank_positions(length, batch.streams, cp_size, r, batch.drafted) for r in range(cp_size)])
         attributes = attributes[:, order].contiguous()
     return RankBatch(
         tokens_BQ=batch.tokens_BQ[:, own].contiguous(),

@@ -83,7 +83,8 @@ class ModelInput:
 
     tokens_BQ, position_ids_BQ int64; attributes_BQA int32 (see the column names above).
     streams: into how many equally long streams Q divides; a context-parallel rank owns the same positions
-    of each. tokens: counters for the logs (sums over the micro-batch).
+    of each. drafted: tokens of draft blocks after the streams (dflash). tokens: counters for the logs (sums over the
+    micro-batch).
     """
 
     tokens_BQ: torch.Tensor
@@ -92,6 +93,7 @@ class ModelInput:
     terms: dict[str, Term]
     streams: int = 1
     tokens: dict[str, float] = field(default_factory=dict)
+    drafted: int = 0
 
 
 @dataclass(frozen=True)
