@@ -41,6 +41,7 @@ _SHAPE = [
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
+    "dflash_target_layers",
 ]
 # What Megatron's scheduler wants to find as it was, in words.
 _SCHEDULE = {

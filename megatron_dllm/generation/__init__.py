@@ -23,6 +23,7 @@ from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.generation import llada
 from megatron_dllm.generation.config import Completion, GenerationConfig
 from megatron_dllm.generation.prompts import Canvas, Prompt, build_canvases
+from megatron_dllm.models.weights import target_layers
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import BLOCK, CLEAN, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
 
@@ -42,6 +43,11 @@ def structure_of(args) -> llada.Structure | None:
 def check_sampler(args, config: GenerationConfig, tokenizer: Tokenizer) -> None:
     """ValueError if no decoding loop fits a model trained with `args`, or the loop cannot do what `config` asks."""
     mode = args.dllm_mode
+    if target_layers(args) is not None:
+        raise ValueError(
+            "--load holds a draft, which guesses from the hidden states of its target and has no head of its own: it "
+            "cannot be decoded yet."
+        )
     if mode not in DECODERS:
         raise ValueError(
             f"a model trained with --dllm-mode {mode} cannot be decoded yet; there are samplers for "

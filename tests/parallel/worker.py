@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import gc
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -190,6 +191,9 @@ def naive_gradients(model, datasets) -> dict:
 
 
 def run(case: dict, store) -> dict:
+    if "function" in case:  # something else than training
+        module, name = case["function"].split(":")
+        return getattr(importlib.import_module(module), name)(case, store)
     sys.argv = ["pretrain_dllm.py", *case["argv"]]
     args, tokenizer = parse_arguments()
     check_before_loading(args)
