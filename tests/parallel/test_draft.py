@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dllm.checkpoint import RELEASE
+from megatron_dllm.checkpoint import RELEASE, check_before_loading
 from tests.drafts import CONFIG, make, tensors
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -97,6 +98,11 @@ def test_check(converter, folder, run, hf_folder, tmp_path):
     path = make(tmp_path, tokenizer=False, rms_norm_eps=1e-5)
     said = converter.run("check", "--hf-model", path, "--load", run, code=2)
     assert "has --layernorm-epsilon 1e-05," in said and "1e-06: they are not of one model" in said
+
+
+def test_a_whole_model_does_not_start_from_a_draft(run):
+    with pytest.raises(ValueError, match="release holds a draft, without an embedding and a head"):
+        check_before_loading(Namespace(load=str(run), ckpt_step=None))
 
 
 def test_what_no_one_else_can_be(converter, run, hf_folder, tmp_path):

@@ -25,9 +25,9 @@ def golden(name: str) -> list[dict]:
     return json.loads((GOLDEN / name).read_text())["cases"]
 
 
-def as_is(weights: dict, batch: Batch) -> torch.Tensor:
+def as_is(weights: dict, batch: Batch, **changes) -> torch.Tensor:
     inputs = batch.features_BSF, batch.embeddings_BQD, batch.position_ids_BT, batch.allowed_BQT
-    return plain_draft.hidden_states(weights, CONFIG, *inputs)
+    return plain_draft.hidden_states(weights, CONFIG | changes, *inputs)
 
 
 def published(weights: dict, batch: Batch) -> torch.Tensor:
@@ -98,6 +98,17 @@ def test_hidden_states_and_gradients(path, oracle, flags):
     assert set(ours) == set(wanted)
     for name, gradient in wanted.items():
         assert (ours[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def test_scaled_rotary_embeddings(tmp_path):
+    """yarn, whose factor on cosine and sine is not 1."""
+    scaling = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+    batch = Batch()
+    with torch.no_grad():
+        expected = as_is(tensors(), batch, rope_scaling=scaling)
+        assert (as_is(tensors(), batch) - expected).abs().max() > 1e-2
+        hidden = batch.through(build(make(tmp_path, rope_scaling=scaling)))
+    assert (hidden - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_published_numbers(tmp_path):
