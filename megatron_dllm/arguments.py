@@ -20,6 +20,7 @@ from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_dllm.models import FAMILIES, get_family
 from megatron_dllm.models.attention import BACKENDS
 from megatron_dllm.models.rope import parse_scaling
+from megatron_dllm.models.weights import target_layers
 from megatron_dllm.modes import MODES, get_mode
 from megatron_dllm.presets import PRESETS, get_preset
 from megatron_dllm.validation import check_flags, check_layout, resolve_vocabulary
@@ -234,6 +235,11 @@ def parse_arguments() -> tuple[argparse.Namespace, Tokenizer]:
     from megatron.training.global_vars import set_global_variables
 
     args, tokenizer = read_command_line()
+    if target_layers(args) is not None:
+        raise ValueError(
+            f"--hf-model {args.hf_model} is a draft, which is trained beside the model whose hidden states it reads: "
+            "no --dllm-mode does that yet."
+        )
     set_global_variables(args, build_tokenizer=False)
     return args, tokenizer
 

@@ -8,6 +8,7 @@ from argparse import Namespace
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from megatron_dllm import fixes
+from megatron_dllm.models.weights import target_layers
 from megatron_dllm.validation import mode_flags
 
 # What must agree between a checkpoint and the run that continues it.
@@ -41,6 +42,7 @@ _SHAPE = [
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
+    "dflash_target_layers",
 ]
 # What Megatron's scheduler wants to find as it was, in words.
 _SCHEDULE = {
@@ -181,6 +183,8 @@ def check_before_loading(args) -> None:
         return
     check_complete(folder)
     saved = saved_arguments(folder)
+    if target_layers(saved) is not None and target_layers(args) is None:
+        raise ValueError(f"{folder} holds a draft, without an embedding and a head: load that of a whole model.")
     if args.init_from_hf:
         args.init_from_hf = False
         _note(args, f"continuing from {folder}; --init-from-hf is for the first start.")

@@ -26,7 +26,9 @@ from megatron_dllm.data.stream import StepStream, build_stream
 from megatron_dllm.metrics import LossCurves, memory_gib
 from megatron_dllm.models import get_family
 from megatron_dllm.models.dlm import DiffusionLM, ScoreView
+from megatron_dllm.models.draft import DraftModel
 from megatron_dllm.models.init import initialize
+from megatron_dllm.models.weights import target_layers
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import LossTerm
 from megatron_dllm.parallel import RankBatch
@@ -39,28 +41,35 @@ term_weights: dict[str, float] = {}  # of the last micro-batch's loss terms
 def model_provider(
     pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None, draw_weights=True
 ):
-    """One pipeline stage (or virtual chunk) of the model, with layout-independent initial weights (without
+    """One pipeline stage (or virtual chunk) of the model, or a draft, with layout-independent initial weights (without
     `draw_weights`: memory that a checkpoint is about to fill)."""
     args = get_args()
     config = core_transformer_config_from_args(args)
     config.variable_seq_lengths = args.dllm_variable_lengths
     config.perform_initialization = False  # `initialize` draws every parameter
-    model = DiffusionLM(
-        config,
-        rule=get_mode(args.dllm_mode).visible,
-        vocab_size=args.padded_vocab_size,
-        true_vocab_size=args.vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    common = dict(
         rotary_base=args.rotary_base,
-        rotary_percent=args.rotary_percent,
         rope_scaling=args.dllm_rope_scaling,
         attention_backend=args.dllm_attention_backend,
-        vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+    targets = target_layers(args)
+    if targets is not None:
+        model = DraftModel(config, len(targets) * config.hidden_size, **common)
+    else:
+        model = DiffusionLM(
+            config,
+            rule=get_mode(args.dllm_mode).visible,
+            vocab_size=args.padded_vocab_size,
+            true_vocab_size=args.vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            rotary_percent=args.rotary_percent,
+            vp_stage=vp_stage,
+            **common,
+        )
     if draw_weights and args.init_from_hf:
         load_into(model, Source(args.hf_model, get_family(args.dllm_family), args), args.seed)
     elif draw_weights:

@@ -68,7 +68,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "one that transformers has a class for, so that no code has to come with the folder")
     add("--dtype", choices=_DTYPES, help="precision to write; default: as saved")
     add("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE", help="default %(default)s")
-    add = command("check", "Compare the logits of a folder and a checkpoint on a text, in fp32")
+    add = command("check", "Compare the logits (a draft's hidden states) of folder and checkpoint on a text, in fp32")
     add("--hf-model", required=True, metavar="DIR")
     add("--load", required=True, metavar="RUN")
     add("--ckpt-step", type=int, metavar="N")
@@ -102,10 +102,13 @@ def import_folder(options: argparse.Namespace) -> None:
     with quiet():
         done = importing.run(planned, options.save, progress=lambda items: show(items, "weights"))
     args = planned.args
+    ready = f"for --dllm-mode {args.dllm_mode} (mask token {args.dllm_mask_token_id}) or another"
+    if planned.family.draft:
+        ready = "to be exported and checked; training and decoding with a draft are not implemented yet"
     print(
         f"{options.hf_model}: a {planned.family.name} model, {len(planned.source.mapping.hf)} tensors -> "
         f"{done['tensors']} weights, {done['bytes'] / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s.\n"
-        f"{options.save} is ready for --dllm-mode {args.dllm_mode} (mask token {args.dllm_mask_token_id}) or another."
+        f"{options.save} is ready {ready}."
     )
 
 
@@ -130,6 +133,9 @@ def export_folder(options: argparse.Namespace) -> None:
         f"{planned.folder}: {done['tensors']} tensors, {done['bytes'] / 1e9:.2f} GB in {done['files']} file(s), "
         f"{time.perf_counter() - start:.0f} s.\n{options.save} is a {planned.family.name} folder."
     )
+    if planned.family.draft:
+        print("Its embedding and its head are its target's.")
+        return
     if not has_tokenizer(options.save):
         print(f"It holds no tokenizer: transformers has no form for this run's ({planned.args.tokenizer_type}).")
     elif (kind := misread_tokenizer(options.save)) is not None:
@@ -149,14 +155,14 @@ def check(options: argparse.Namespace) -> None:
             options.hf_model, options.load, options.ckpt_step, options.text, options.trust_remote_code
         )
     for rule, difference in result.differences.items():
-        print(f"{rule:12} attention: largest difference {difference:.2e} of logits up to {result.largest:.1f}")
+        print(f"{rule:12} attention: largest difference {difference:.2e} of {result.what} up to {result.largest:.1f}")
     worst = max(result.differences.values(), key=lambda x: math.inf if math.isnan(x) else x)
     if math.isnan(worst):
-        raise ValueError("the logits are not numbers: the weights of one side hold NaN or infinities.")
+        raise ValueError(f"the {result.what} are not numbers: the weights of one side hold NaN or infinities.")
     if not worst <= options.tolerance * result.largest:  # not a number is not equal either
         raise ValueError(
-            f"the logits differ by {worst:.2e}, more than --tolerance {options.tolerance} allows: {options.load} does "
-            f"not hold the weights of {options.hf_model}."
+            f"the {result.what} differ by {worst:.2e}, more than --tolerance {options.tolerance} allows: "
+            f"{options.load} does not hold the weights of {options.hf_model}."
         )
     print(f"{result.tokens} tokens: equal.")
 

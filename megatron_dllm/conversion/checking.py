@@ -1,4 +1,5 @@
-"""Do a Hugging Face folder and a Megatron checkpoint compute the same? The proof is in the logits, not the tensors."""
+"""Do a Hugging Face folder and a Megatron checkpoint compute the same? The proof is in the logits, not the tensors (of
+a draft, which has no head, in the hidden states)."""
 
 import os
 from argparse import Namespace
@@ -7,11 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dllm.checkpoint import iteration_folder
+from megatron_dllm.conversion import plain_draft
 from megatron_dllm.conversion.source import Source, family_of
 from megatron_dllm.data.tokenizer import HUGGING_FACE
-from megatron_dllm.generation.load import build, plan, saved_run
+from megatron_dllm.generation.load import Plan, build, plan, saved_run
 from megatron_dllm.models import get_family
+from megatron_dllm.models.draft import lay_out, visible
+from megatron_dllm.models.entries import flag
+from megatron_dllm.models.family import PLAIN
 from megatron_dllm.models.hf import read_config
+from megatron_dllm.models.weights import target_layers
 from megatron_dllm.modes import MODES
 from megatron_dllm.modes.base import NUM_ATTRIBUTES, POSITION, Rule
 
@@ -25,11 +31,13 @@ RULES: dict[str, Rule] = {
 
 @dataclass
 class Comparison:
-    """differences: largest |difference| of a logit by attention rule; largest: largest |logit|; tokens: compared."""
+    """differences: largest |difference| of a logit by attention rule; largest: largest |logit|; tokens: compared;
+    what: in place of logits."""
 
     differences: dict[str, float]
     largest: float
     tokens: int
+    what: str = "logits"
 
 
 def compare(
@@ -39,12 +47,20 @@ def compare(
 
     The folder's side is the transformers class that the family equals. For families of transformers it is filled with
     the folder's tensors by name; for those with code of their own, whose names transformers does not know, by our
-    table: then this proves Megatron's network and the checkpoint, and the table has its proof in tests/parity.
+    table: then this proves Megatron's network and the checkpoint, and the table has its proof in tests/parity. A draft
+    is compared by name, with its network in plain torch, on random hidden states in place of `text`.
     Raises ValueError (one sentence) for a folder or checkpoint that cannot be read.
     """
     tokenizer = _moved_tokenizer(path, load, step)
     planned = plan(load, step=step, tokenizer_model=tokenizer, trust_remote_code=trust_remote_code)
     planned.args.bf16, planned.args.fp16, planned.args.params_dtype = False, False, torch.float32
+    config = read_config(path)
+    family = family_of(config)
+    if family.draft != (target_layers(planned.args) is not None):
+        kinds = ("a draft", "a whole model") if family.draft else ("a whole model", "a draft")
+        raise ValueError(f"{path} is {kinds[0]} and {load} {kinds[1]}: they are not of one model.")
+    if family.draft:
+        return _compare_drafts(path, config, planned)
     ids = planned.tokenizer.encode(text)
     if not ids:
         raise ValueError("--text has no tokens: give a longer one.")
@@ -81,6 +97,35 @@ def compare(
         differences[name] = (logits[..., : expected.shape[-1]] - expected).abs().max().item()
         largest = max(largest, expected.abs().max().item())
     return Comparison(differences, largest, len(ids))
+
+
+def _compare_drafts(path: str, config: dict, planned: Plan) -> Comparison:
+    """Hidden states of both on random features and embeddings, of four blocks in two documents and padding."""
+    family, args = family_of(config), planned.args
+    theirs = family.read(config)
+    for name in PLAIN:
+        if theirs[name] != getattr(args, name, None):
+            raise ValueError(
+                f"{path} has {flag(name)} {theirs[name]}, {planned.folder} {getattr(args, name, None)}: they are not "
+                "of one model."
+            )
+    folder = Source(path, family, args).folder
+    weights = {key: folder.read(key, 0, shape[0]).float() for key, shape in folder.shapes.items()}
+    documents_BS = torch.tensor([0] * 20 + [1] * 16 + [-1] * 4)[None]
+    positions_BS = torch.tensor([*range(20), *range(16), *range(4)])[None]
+    anchors_BN, block = torch.tensor([[3, 17, 20, 30]]), args.dllm_block_size
+    positions_BT, attributes_BTA = lay_out(anchors_BN, block, positions_BS, documents_BS)
+    draw = torch.Generator().manual_seed(0)
+    S, Q = documents_BS.numel(), anchors_BN.numel() * block
+    features_BSF = torch.randn(1, S, len(target_layers(args)) * args.hidden_size, generator=draw)
+    embeddings_BQD = torch.randn(1, Q, args.hidden_size, generator=draw)
+    allowed = visible(attributes_BTA[:, S:, None], attributes_BTA[:, None])
+    with torch.no_grad():
+        expected = plain_draft.hidden_states(weights, config, features_BSF, embeddings_BQD, positions_BT, allowed)
+        inputs = (x.transpose(0, 1) for x in (features_BSF, embeddings_BQD))
+        ours = build(planned).model(*inputs, positions_BT, attributes_BTA).transpose(0, 1)
+    difference = (ours - expected).abs().max().item()
+    return Comparison({"draft": difference}, expected.abs().max().item(), Q, "hidden states")
 
 
 def _moved_tokenizer(path: str, load: str, step: int | None) -> str | None:

@@ -72,7 +72,7 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
         keys = Folder(reference).shapes  # of two layouts of experts, the reference's
     elif their_config is not None:
         config |= {key: their_config[key] for key in (*_IDS, "initializer_range") if key in their_config}
-    else:
+    elif not chosen.draft:  # whose tokenizer is its target's
         config |= _ids_of_tokenizer(args)
     config |= _identity(args) | _direction(args, folder, chosen)
     generation = {key: config[key] for key in _IDS if key in config} | _generation_config(reference)
@@ -122,7 +122,10 @@ def _choose(args: Namespace, name: str, reference: Family | None) -> Family:
     if name == "auto" and (reference is not None or own is not None):
         return reference or get_family(own)
     if name == "transformers" and own is not None:
-        return get_family(get_family(own).stock or own)
+        family = get_family(get_family(own).stock or own)
+        if family.has_own_code:
+            raise ValueError(f"transformers has no class for {own} models: leave out --export-as.")
+        return family
     if name not in ("auto", "transformers"):
         return get_family(name)
     reasons = []

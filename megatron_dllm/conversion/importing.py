@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dllm.checkpoint import RELEASE, TRACKER
-from megatron_dllm.conversion.defaults import folder_defaults
+from megatron_dllm.conversion.defaults import folder_defaults, has_tokenizer
 from megatron_dllm.conversion.source import Source, family_of
+from megatron_dllm.data.tokenizer import NULL
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.hf import begin_part, check_new_folder, finish_part, read_config
 from megatron_dllm.models.rope import last_position
@@ -40,8 +41,9 @@ def plan(
 ) -> Import:
     """Everything that can be wrong with a folder, found before anything is written. Raises ValueError (one sentence).
 
-    mode, mask_token_id: for which objective, default the family's usual one. trust_remote_code: the tokenizer may be
-    Python code in the folder. tokenizer_type, tokenizer_model: for a folder without a tokenizer (Megatron's flags).
+    mode, mask_token_id: for which objective, default the family's usual one (of a draft, no mode means anything yet).
+    trust_remote_code: the tokenizer may be Python code in the folder. tokenizer_type, tokenizer_model: for a folder
+    without a tokenizer (Megatron's flags); a draft needs none.
     """
     from megatron_dllm.arguments import read_command_line
 
@@ -54,7 +56,11 @@ def plan(
     length = min(longest, last_position(defaults["dllm_rope_scaling"]) or longest)
     argv = ["--dllm-mode", mode, "--hf-model", path, "--dllm-family", chosen.name, "--seq-length", str(length)]
     argv += "--micro-batch-size 1 --lr 0 --train-iters 1 --sft-data-path none".split()
-    argv += _PRECISIONS[source.dtype("embedding.word_embeddings.weight")]
+    argv += _PRECISIONS[source.dtype(next(iter(source.mapping.megatron)))]  # the embedding, or what a draft has for it
+    if chosen.draft and not has_tokenizer(path) and tokenizer_type is None:
+        tokenizer_type = NULL  # its ids are its target's
+        if isinstance(config.get("eos_token_id"), int):
+            argv += ["--null-tokenizer-eod-id", str(config["eos_token_id"])]
     given = {
         "--dllm-mask-token-id": mask_token_id,
         "--tokenizer-type": tokenizer_type,

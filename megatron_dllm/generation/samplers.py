@@ -8,6 +8,7 @@ from megatron_dllm.generation import dream, idlm, llada, llada2, nemotron, scdd
 from megatron_dllm.generation.config import GenerationConfig, flag
 from megatron_dllm.generation.prompts import Canvas
 from megatron_dllm.generation.rows import Row
+from megatron_dllm.models.weights import target_layers
 
 _ALWAYS = {"max_new_tokens", "sampler", "temperature", "top_k", "top_p", "seed", "batch_size", "gap_length"}
 _STEPS = {"steps", "steps_per_block", "remasking", "threshold", "stop_at_eos"}
@@ -70,6 +71,11 @@ def row_type(args: Namespace, config: GenerationConfig) -> type[Row]:
 
 def check_sampler(args: Namespace, config: GenerationConfig, tokenizer: Tokenizer) -> None:
     """ValueError if no decoding loop fits a model trained with `args`, or the loop cannot do what `config` asks."""
+    if target_layers(args) is not None:
+        raise ValueError(
+            "--load holds a draft, which guesses from the hidden states of its target and has no head of its own: it "
+            "cannot be decoded yet."
+        )
     name, what = sampler_name(args, config), f"a model trained with --dllm-mode {args.dllm_mode}"
     fitting = [known for known, sampler in SAMPLERS.items() if args.dllm_mode in sampler.trained]
     if not fitting:

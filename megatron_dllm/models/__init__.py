@@ -1,5 +1,6 @@
 """Model families by name. A new one is a file of declarations beside this one and a line here."""
 
+from megatron_dllm.models.dflash_draft import DFLASH_DRAFT
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.llada import LLADA
 from megatron_dllm.models.llada2 import GLM4_MOE, LLADA2
@@ -22,6 +23,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": GLM4_MOE,
     "nemotron": NEMOTRON,
     "ministral3": MINISTRAL3,
+    "dflash_draft": DFLASH_DRAFT,
 }
 
 

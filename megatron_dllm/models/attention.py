@@ -26,8 +26,9 @@ TILED_FROM = 512  # keys; times faster than a dense mask: 1.0 to 2.7 there, 0.8 
 class RuleAttention(MegatronModule):
     """Core attention under a visibility rule, with context parallelism by all-to-all or all-gather.
 
-    forward(query [s,b,h,d], key [s,b,g,d], value [s,b,g,d], attention_mask = attributes_BQA of the global
-    sequence in rank-concatenated order, or None where everything is visible) -> [s, b, h*d].
+    forward(query [s,b,h,d], key [k,b,g,d], value [k,b,g,d], attention_mask = attributes_BQA of the global
+    sequence of keys in rank-concatenated order, or None where everything is visible) -> [s, b, h*d]. The queries are
+    the last s of a rank's k keys: all of them, but for drafts (draft.py).
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class RuleAttention(MegatronModule):
         if self.cache is not None:
             return self.cache.attend(self, query, key, value, self.visible, self.softmax_scale).reshape(s, b, h * d)
         attributes, cp = attention_mask, self.cp.size()
-        own = slice(None)
+        own = slice(len(key) - s, len(key))
         if cp > 1 and self.cp_comm_type == "all_gather":
+            before = self.cp.rank() * len(key)
+            own = slice(before + own.start, before + own.stop)
             key, value = self._gather_sequence(key), self._gather_sequence(value)
-            own = slice(self.cp.rank() * s, (self.cp.rank() + 1) * s)
         elif cp > 1:
+            own = slice(None)
             query, key, value = (self._heads_for_sequence(x) for x in (query, key, value))
         output = self._attend(query, key, value, attributes, own)
         if cp > 1 and self.cp_comm_type == "a2a":

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron_dllm.models.attention import RuleAttention
 from megatron_dllm.models.head import WeightedNLL
 from megatron_dllm.models.reductions import LogProbabilities, WeightedLoss
-from megatron_dllm.models.rope import frequencies
+from megatron_dllm.models.rope import angles, frequencies
 from megatron_dllm.modes.base import DOCUMENT, Rule
 from megatron_dllm.parallel import RankTerm
 
@@ -193,8 +193,7 @@ class DiffusionLM(LanguageModule):
         attention sees the gathered sequence."""
         if self.inverse_frequencies.device != position_ids_BQ.device:  # once
             self.inverse_frequencies = self.inverse_frequencies.to(position_ids_BQ.device)
-        angles = position_ids_BQ.t()[..., None].float() * self.inverse_frequencies
-        return torch.cat((angles, angles), dim=-1)[:, :, None]
+        return angles(position_ids_BQ, self.inverse_frequencies)
 
     def _padding(self, attributes_BQA, length: int) -> torch.Tensor | None:
         """[B, Q] True at padding, which MoE routers must neither count nor balance; None if there is none."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_dllm.models.entries import Entry, flag, positive
-from megatron_dllm.models.weights import Mapping, Table, expert_layers
+from megatron_dllm.models.weights import Mapping, Table, expert_layers, target_layers
 
 # The arguments that decide what the network computes, and their value in the plainest model.
 PLAIN = dict(
@@ -52,6 +52,7 @@ PLAIN = dict(
     moe_shared_expert_gate=False,
     moe_latent_size=None,
     moe_apply_probs_on_input=False,
+    dflash_target_layers=None,
 )
 # Keys of config.json that do not change what a trained network computes.
 _HARMLESS = set(
@@ -72,6 +73,7 @@ class Family:
     stock: family whose transformers class computes the same (for export --export-as transformers).
     mode, mask_token_id: what it is usually trained as; None for autoregressive families.
     suggested: further arguments a user would want, not part of the architecture.
+    draft: half a model; embedding, head and tokenizer are those of its target.
     """
 
     name: str
@@ -87,11 +89,12 @@ class Family:
     mask_token_id: int | None = None
     suggested: dict = field(default_factory=dict)
     harmless: tuple[str, ...] = ()
+    draft: bool = False
 
     @property
     def has_own_code(self) -> bool:
         """Whether transformers needs files of the model's own folder to load it."""
-        return self.transformers_config is None
+        return self.transformers_config is None or self.draft
 
     def read(self, config: dict) -> dict:
         """Architecture arguments of a config.json. Raises ValueError (one sentence) for what is not implemented."""
@@ -121,6 +124,8 @@ class Family:
         chosen = {argument for entry in self.entries for argument in entry.arguments}
         if "num_experts" in chosen and args.num_experts is None:
             raise ValueError(f"{self.name} models have experts, this one has none.")
+        if not self.draft and target_layers(args) is not None:
+            raise ValueError(f"{self.name} models are whole ones, this is a draft, without an embedding and a head.")
         if args.num_experts is not None and args.moe_ffn_hidden_size is None:
             args = Namespace(**vars(args) | dict(moe_ffn_hidden_size=args.ffn_hidden_size))  # as Megatron takes it
         for name in chosen:

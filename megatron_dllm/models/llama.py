@@ -4,22 +4,30 @@ from megatron_dllm.models.entries import Heads, Only, Rope, Same, Untied
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.weights import Interleaved, Stacked, Table
 
-SIZES = (
+LAYERS = (
     Same("hidden_size", "hidden_size"),
     Same("intermediate_size", "ffn_hidden_size"),
     Same("num_hidden_layers", "num_layers"),
     Same("rms_norm_eps", "layernorm_epsilon", whole=False),
     Same("max_position_embeddings", "max_position_embeddings"),
-    Untied(),
     Only("hidden_act", "silu"),
 )
+SIZES = (*LAYERS, Untied())
 
 
 def decoder_weights(prefix: str = "model.", head: str = "lm_head.weight") -> Table:
     """Names that most of transformers' decoders share."""
-    ours, theirs = "decoder.layers.{layer}.", prefix + "layers.{layer}."
     return {
         "embedding.word_embeddings.weight": prefix + "embed_tokens.weight",
+        **layer_weights(prefix),
+        "output_layer.weight": head,
+    }
+
+
+def layer_weights(prefix: str = "model.") -> Table:
+    """The same without embedding and head."""
+    ours, theirs = "decoder.layers.{layer}.", prefix + "layers.{layer}."
+    return {
         ours + "input_layernorm.weight": theirs + "input_layernorm.weight",
         ours + "self_attention.linear_qkv.weight": Interleaved(
             *(theirs + f"self_attn.{x}_proj.weight" for x in "qkv"),
@@ -29,7 +37,6 @@ def decoder_weights(prefix: str = "model.", head: str = "lm_head.weight") -> Tab
         ours + "mlp.linear_fc1.weight": Stacked(theirs + "mlp.gate_proj.weight", theirs + "mlp.up_proj.weight"),
         ours + "mlp.linear_fc2.weight": theirs + "mlp.down_proj.weight",
         "decoder.final_layernorm.weight": prefix + "norm.weight",
-        "output_layer.weight": head,
     }
 
 

@@ -33,6 +33,12 @@ def frequencies(
         return _frequencies(head_dim, base, percent, scaling)
 
 
+def angles(position_ids_BQ: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """[Q, B, 1, 2 x frequencies] of the positions, fp32, as Megatron's attention wants them."""
+    half = position_ids_BQ.t()[..., None].float() * inverse
+    return torch.cat((half, half), dim=-1)[:, :, None]
+
+
 def _frequencies(head_dim: int, base: float, percent: float, scaling: dict | None) -> tuple[torch.Tensor, float]:
     rotary_dim = int(head_dim * percent)
     if scaling is None:

@@ -73,7 +73,11 @@ def megatron_shapes(args) -> dict[str, tuple[int, ...]]:
     heads = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else heads
     fc1 = lambda width: ((2 if args.swiglu else 1) * width, h)
-    shapes = {"embedding.word_embeddings.weight": (args.vocab_size, h)}
+    targets = target_layers(args)
+    if targets is None:
+        shapes = {"embedding.word_embeddings.weight": (args.vocab_size, h)}
+    else:
+        shapes = {"fc.weight": (h, len(targets) * h), "hidden_norm.weight": (h,)}
     for layer, sparse in enumerate(expert_layers(args)):
         block = f"decoder.layers.{layer}."
         attention, mlp = block + "self_attention.", block + "mlp."
@@ -103,7 +107,7 @@ def megatron_shapes(args) -> dict[str, tuple[int, ...]]:
             shapes[mlp + f"experts.local_experts.{expert}.linear_fc1.weight"] = fc1(width)
             shapes[mlp + f"experts.local_experts.{expert}.linear_fc2.weight"] = (h, width)
     shapes["decoder.final_layernorm.weight"] = (h,)
-    if args.untie_embeddings_and_output_weights:
+    if targets is None and args.untie_embeddings_and_output_weights:
         shapes["output_layer.weight"] = (args.vocab_size, h)
     return shapes
 
@@ -116,6 +120,11 @@ def expert_layers(args) -> list[bool]:
     if isinstance(frequency, int):
         return [layer % frequency == 0 for layer in range(args.num_layers)]
     return [bool(x) for x in frequency]
+
+
+def target_layers(args) -> list[int] | None:
+    """Layers of its target that a draft reads, instead of having an embedding and a head; None: a whole model."""
+    return getattr(args, "dflash_target_layers", None)
 
 
 def local_name(name: str) -> str:

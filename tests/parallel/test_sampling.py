@@ -36,7 +36,9 @@ def written(pool, hf_folder):
         plan = dict(hf_model=hf_folder(name)[0], tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
         plan["mode"] = mode.split()[0]
         configs = [NEW | config for config in configs]
-        ranks = pool.run([], tp * pp, plan=plan, configs=configs, prompts=PROMPTS)
+        ranks = pool.run(
+            [], tp * pp, function="tests.parallel.sampling:write", plan=plan, configs=configs, prompts=PROMPTS
+        )
         for rank in ranks:
             del rank["output"]
         assert all(rank == ranks[0] for rank in ranks)

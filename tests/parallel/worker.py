@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import gc
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -37,8 +38,6 @@ from megatron_dllm.checkpoint import check_before_loading
 from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.data.stream import Collate, CorruptedSamples, Split
-from megatron_dllm.generation import GenerationConfig, generate
-from megatron_dllm.generation.load import build, plan
 from megatron_dllm.models import init as weights
 from megatron_dllm.models.dlm import ScoreView
 from megatron_dllm.modes import get_mode
@@ -191,17 +190,10 @@ def naive_gradients(model, datasets) -> dict:
     )
 
 
-def write_text(case: dict, store) -> dict:
-    """What each of the case's configurations makes of its prompts, for a Hugging Face folder in this layout."""
-    loaded = build(plan(**case["plan"]), store)
-    configs = [GenerationConfig(**options) for options in case["configs"]]
-    answers = [generate(loaded.model, loaded.tokenizer, case["prompts"], config) for config in configs]
-    return {name: [[getattr(c, name) for c in some] for some in answers] for name in ("ids", "forwards")}
-
-
 def run(case: dict, store) -> dict:
-    if "plan" in case:
-        return write_text(case, store)
+    if "function" in case:  # something else than training
+        module, name = case["function"].split(":")
+        return getattr(importlib.import_module(module), name)(case, store)
     sys.argv = ["pretrain_dllm.py", *case["argv"]]
     args, tokenizer = parse_arguments()
     check_before_loading(args)

@@ -195,6 +195,16 @@ QWEN3_30B = QWEN3_8B | dict(
     router_aux_loss_coef=0.001,
     max_window_layers=48,
 )
+DFLASH_8B = QWEN3_8B | dict(
+    architectures=["DFlashDraftModel"],
+    auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+    block_size=16,
+    dflash_config=dict(mask_token_id=151669, target_layer_ids=[1, 9, 17, 25, 33]),
+    layer_types=["full_attention"] * 5,
+    max_window_layers=5,
+    num_hidden_layers=5,
+    num_target_layers=36,
+)
 SMOLLM2 = COMMON | dict(
     sizes(576, 30, 9, 3, 1536, 49152),
     architectures=["LlamaForCausalLM"],
@@ -240,6 +250,18 @@ RELEASED = {
     "Dream-7B": (DREAM_7B, "dream", 7.62, dict(add_qkv_bias=True, rotary_base=1000000, num_query_groups=4)),
     "Qwen3-8B": (QWEN3_8B, "qwen3", 8.19, dict(qk_layernorm=True, untie_embeddings_and_output_weights=True)),
     "Qwen3-30B-A3B": (QWEN3_30B, "qwen3_moe", 30.53, dict(moe_router_topk=8, moe_router_pre_softmax=False)),
+    "DFlash-Qwen3-8B": (
+        DFLASH_8B,
+        "dflash_draft",
+        1.049,
+        dict(
+            dflash_target_layers=[1, 9, 17, 25, 33],
+            dflash_num_target_layers=36,
+            dllm_block_size=16,
+            dllm_mask_token_id=151669,
+            qk_layernorm=True,
+        ),
+    ),
     "SmolLM2-135M": (SMOLLM2, "llama", 0.1345, dict(rotary_base=100000, untie_embeddings_and_output_weights=False)),
 }
 
@@ -356,6 +378,21 @@ REFUSED = [
     ("LLaDA2.0-mini", dict(partial_rotary_factor=1.5), "partial_rotary_factor"),
     ("Dream-7B", dict(use_mrope=True), "use_mrope"),
     ("Dream-7B", dict(use_sliding_window=True), "use_sliding_window"),
+    ("DFlash-Qwen3-8B", dict(architectures=["DFlash2DraftModel"], conv_kernel_size=3), "conv_kernel_size"),
+    ("DFlash-Qwen3-8B", dict(dflash_config=dict(mask_token_id=5, conv_group_size=64)), "conv_group_size"),
+    ("DFlash-Qwen3-8B", dict(dflash_config=dict(mask_token_id=5, output_multiplier=0.5)), "output_multiplier"),
+    ("DFlash-Qwen3-8B", dict(final_logit_softcapping=30.0), "final_logit_softcapping"),
+    ("DFlash-Qwen3-8B", dict(dflash_config=...), "mask_token_id = None"),
+    ("DFlash-Qwen3-8B", dict(dflash_config=[1]), "dflash_config = [1]"),
+    ("DFlash-Qwen3-8B", dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 36])), "target's 36"),
+    ("DFlash-Qwen3-8B", dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[])), "target_layer_ids"),
+    ("DFlash-Qwen3-8B", dict(dflash_config=dict(mask_token_id=5, target_layer_ids=3)), "wrong type"),
+    ("DFlash-Qwen3-8B", dict(num_target_layers=...), "lacks num_target_layers"),
+    ("DFlash-Qwen3-8B", dict(block_size=...), "lacks block_size"),
+    ("DFlash-Qwen3-8B", dict(block_size=1), "block_size = 1"),
+    ("DFlash-Qwen3-8B", dict(layer_types=["sliding_attention"] * 4 + ["full_attention"]), "sliding_attention"),
+    ("DFlash-Qwen3-8B", dict(is_causal=True), "is_causal"),
+    ("DFlash-Qwen3-8B", dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
     ("Nemotron-Labs-Diffusion-8B", dict(sliding_window=4096), "sliding_window"),
     ("Nemotron-Labs-Diffusion-8B", dict(rope_parameters=...), "lacks rope_theta"),
     (
@@ -387,7 +424,7 @@ def test_both_notations_mean_the_same(name):
     assert family.read(oldest)["dllm_rope_scaling"] == dict(rope_type="linear", factor=2.0)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.transformers_config])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.has_own_code])
 def test_what_is_missing_is_the_class_s_default(name):
     family = get_family(name)
     defaults = getattr(transformers, family.transformers_config)()
@@ -405,6 +442,7 @@ def test_what_is_missing_is_the_class_s_default(name):
         (dict(architectures=["LLaDAMoEModelLM"], model_type="llada"), "llada_moe"),
         (dict(architectures=None, model_type="llada"), "llada"),
         (dict(architectures=["A2DQwen3LMHeadModel"], model_type="a2d-qwen3"), "qwen3"),
+        (dict(architectures=["DFlashDraftModel"], model_type="qwen3"), "dflash_draft"),
     ),
 )
 def test_recognised(config, family):
@@ -421,6 +459,8 @@ def test_not_recognised(config):
 NOT_EXPRESSED = [
     ("Qwen3-8B", dict(qk_layernorm=False), "qwen3", "--qk-layernorm"),
     ("Qwen3-8B", dict(), "llama", "--qk-layernorm"),
+    ("Qwen3-8B", dict(), "dflash_draft", "this is a whole model"),
+    ("DFlash-Qwen3-8B", dict(), "qwen3", "this is a draft"),
     ("Dream-7B", dict(), "qwen3", "--"),
     ("SmolLM2-135M", dict(add_bias_linear=True), "llama", "--add-bias-linear"),
     ("SmolLM2-135M", dict(normalization="LayerNorm"), "llama", "--normalization"),

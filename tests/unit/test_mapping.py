@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron_dllm.models import FAMILIES, get_family, recognise
 from megatron_dllm.models.hf import read_config
 from megatron_dllm.models.weights import Mapping, local_name, megatron_shapes
+from tests import drafts
 from tests.hf_models import MODELS, make
 from tests.one_process import one_process
 from tests.parity.test_families import build
@@ -20,20 +21,21 @@ from tests.parity.test_families import build
 def cases(tmp_path_factory):
     """(model, number of a table) -> (args, mapping)."""
     found = {}
-    for name in MODELS:
-        config = read_config(make(name, tmp_path_factory.mktemp("hf"))[0])
+    for name in (*MODELS, "dflash_draft"):
+        folder = tmp_path_factory.mktemp("hf")
+        config = read_config(drafts.make(folder) if name == "dflash_draft" else make(name, folder)[0])
         family = recognise(config)
         args = Namespace(**family.read(config))
         found |= {(name, number): (args, Mapping(table, args)) for number, table in enumerate(family.weights)}
     return found
 
 
-CASES = [(name, number) for name in MODELS for number in range(2 if "llada2" in name else 1)]
+CASES = [(name, number) for name in MODELS for number in range(2 if "llada2" in name else 1)] + [("dflash_draft", 0)]
 
 
 def test_no_table_is_left_out(cases):
     assert set(cases) == set(CASES)
-    assert {name.split()[0] for name in MODELS} == set(FAMILIES) - {"fast_dllm_v2"}
+    assert {name.split()[0] for name, _ in CASES} == set(FAMILIES) - {"fast_dllm_v2"}
     assert get_family("fast_dllm_v2").weights is get_family("qwen2").weights
 
 
@@ -131,9 +133,9 @@ def test_slices_are_rows_of_the_whole(cases, data):
     assert rows == whole[start:stop] + [None] * max(0, stop - max(start, shape[0]))
 
 
-@pytest.mark.parametrize("name", ["llama tied", "qwen2", "qwen3_moe", "llada2", "nemotron"])
+@pytest.mark.parametrize("name", ["llama tied", "qwen2", "qwen3_moe", "llada2", "nemotron", "dflash_draft"])
 def test_shapes_are_the_model_s(tmp_path, name):
-    path, _ = make(name, tmp_path)
+    path = drafts.make(tmp_path) if name == "dflash_draft" else make(name, tmp_path)[0]
     config = read_config(path)
     args = Namespace(**recognise(config).read(config))
     with one_process():
