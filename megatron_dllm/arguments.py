@@ -173,15 +173,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     shape.add_argument("--model-preset")
     shape.add_argument("--hf-model")
     shape.add_argument("--dllm-family")
+    shape.add_argument("--dflash-target")
     chosen, _ = shape.parse_known_args()
     if chosen.model_preset is not None and chosen.hf_model is not None:
         raise ValueError("--model-preset and --hf-model both give the model's shape: give one of them.")
     if chosen.model_preset is not None:
         parser.set_defaults(**get_preset(chosen.model_preset))
+    if chosen.dflash_target is not None:
+        parser.set_defaults(**target_defaults(chosen.dflash_target))
     if chosen.hf_model is not None:
         family = None if chosen.dllm_family is None else get_family(chosen.dllm_family)
         parser.set_defaults(**folder_defaults(chosen.hf_model, family))
     return parser
+
+
+def target_defaults(path: str) -> dict:
+    from megatron_dllm.models import target  # brings all of Megatron with it
+
+    return target.defaults(path)
 
 
 def _rope_scaling(text: str) -> dict:
@@ -235,10 +244,10 @@ def parse_arguments() -> tuple[argparse.Namespace, Tokenizer]:
     from megatron.training.global_vars import set_global_variables
 
     args, tokenizer = read_command_line()
-    if target_layers(args) is not None:
+    if target_layers(args) is not None and args.dllm_mode != "dflash":
         raise ValueError(
             f"--hf-model {args.hf_model} is a draft, which is trained beside the model whose hidden states it reads: "
-            "no --dllm-mode does that yet."
+            "use --dllm-mode dflash and --dflash-target."
         )
     set_global_variables(args, build_tokenizer=False)
     return args, tokenizer

@@ -24,7 +24,7 @@ from megatron_dllm.conversion.source import Source, load_into
 from megatron_dllm.data.datasets import Datasets
 from megatron_dllm.data.stream import StepStream, build_stream
 from megatron_dllm.metrics import LossCurves, memory_gib
-from megatron_dllm.models import get_family
+from megatron_dllm.models import dflash, get_family, target
 from megatron_dllm.models.dlm import DiffusionLM, ScoreView
 from megatron_dllm.models.draft import DraftModel
 from megatron_dllm.models.init import initialize
@@ -54,7 +54,10 @@ def model_provider(
         pg_collection=pg_collection,
     )
     targets = target_layers(args)
-    if targets is not None:
+    if args.dllm_mode == "dflash" and args.dflash_target is not None:
+        width, see = len(targets) * config.hidden_size, dflash.rule(args.dflash_causal_block, args.dflash_window)
+        model = dflash.DraftOfTarget(config, target.build(args, pg_collection), width, rule=see, **common)
+    elif targets is not None:
         model = DraftModel(config, len(targets) * config.hidden_size, **common)
     else:
         model = DiffusionLM(
@@ -112,15 +115,19 @@ def forward_step(iterator, model):
         terms = mode.loss(view, args)
         for name, nll in view.nll.items() if training else ():
             loss_curves.add(nll, batch.terms[name].levels_N, batch.terms[name].offsets_N)
+        if (measure := getattr(mode, "measure", None)) is not None:
+            measures.update(measure(view, args))
         return terms
 
     training = unwrap_model(model).training
+    measures: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     output = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=score, terms=batch.terms)
-    return output, functools.partial(loss_function, batch, training)
+    return output, functools.partial(loss_function, batch, training, measures)
 
 
-def loss_function(batch: RankBatch, training: bool, terms: list[LossTerm]):
-    """(loss for the schedule, what to report: each term by name, unweighted, and their weighted sum).
+def loss_function(batch: RankBatch, training: bool, measures: dict, terms: list[LossTerm]):
+    """(loss for the schedule, what to report: each term by name, unweighted, and their weighted sum; and what the mode
+    measures, as quotients of sums).
 
     The step's loss is Σ_terms weight · (Σ over the global batch of S) / N. The schedule divides what it gets
     by the number of micro-batches M, and DDP averages gradients over data-parallel ranks: both are undone
@@ -144,6 +151,8 @@ def loss_function(batch: RankBatch, training: bool, terms: list[LossTerm]):
         report = {"loss": torch.stack([total.detach(), total.new_tensor(share)]), **report}
         for name in ("supervised", "noised", "data", "processed"):
             report[f"{name} tokens"] = total.detach().new_tensor([batch.tokens[name] / cp, share])
+    nothing = torch.finfo(torch.float32).tiny  # so that 0 of 0 is 0
+    report |= {name: torch.stack([value, count + nothing]) for name, (value, count) in measures.items()}
     return total * (dp * M), report
 
 

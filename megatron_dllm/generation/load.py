@@ -56,6 +56,7 @@ _NEUTRAL = dict(
     async_save=False,
     init_from_hf=False,
     save_hf_interval=None,
+    dflash_target=None,  # a draft is built alone
     use_persistent_ckpt_worker=False,
 )
 

@@ -259,27 +259,38 @@ class ScoreView:
 
     def __init__(self, model: DiffusionLM, hidden: torch.Tensor, terms: dict[str, RankTerm]):
         self._model, self._hidden, self._terms = model, hidden, terms
-        self.nll: dict[str, torch.Tensor] = {}  # loss of each scored row, detached; filled in by the methods
+        # of each scored row, detached; filled in by the methods
+        self.nll: dict[str, torch.Tensor] = {}  # its loss
+        self.right: dict[str, torch.Tensor] = {}  # of weighted_nll: whether the target is the likeliest token
 
     def weighted_nll(self, term: str) -> torch.Tensor:
         """Σ weight · nll over this rank's rows of `term`: fp32 scalar, differentiable, never holding logits."""
-        return self._head(term, targets_N=self._terms[term].targets_N)
+        total, self.nll[term], self.right[term] = self._head(term, targets_N=self._terms[term].targets_N)
+        return total
 
     def weighted_loss(self, term: str, loss: Loss, excluded: int | None, chunk_rows: int) -> torch.Tensor:
         """Σ weight · loss, likewise. loss: (log q of some rows, these rows) -> what each costs; `excluded` is a
         token that the model never predicts."""
         rows = self._terms[term]
         row_loss = lambda log_q, chunk: loss(log_q, rows.chunk(chunk))
-        return self._head(term, loss=(row_loss, excluded, chunk_rows))
+        total, self.nll[term] = self._head(term, loss=(row_loss, excluded, chunk_rows))
+        return total
 
-    def _head(self, term: str, **options) -> torch.Tensor:
+    def rows(self, term: str) -> RankTerm:
+        """What this rank scores of a term."""
+        return self._terms[term]
+
+    @property
+    def batch_size(self) -> int:
+        return self._hidden.shape[1]
+
+    def _head(self, term: str, **options) -> tuple[torch.Tensor, ...]:
         model, rows = self._model, self._terms[term]
         shared = model.share_embeddings_and_output_weights
-        total, self.nll[term] = model.output_layer(
+        return model.output_layer(
             model.select_rows(self._hidden, rows.rows_N),
             weight=model.shared_embedding_or_output_weight() if shared else None,
             weights_N=rows.weights_N,
             vocab=model.true_vocab_size,
             **options,
         )
-        return total

@@ -30,12 +30,23 @@ from megatron_dllm.modes.base import BLOCK, CONTEXT, DOCUMENT, NOISY, NUM_ATTRIB
 ANCHOR = NUM_ATTRIBUTES  # one attribute more: the position at which a token's block begins
 
 
-def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def visible(
+    query: torch.Tensor, key: torch.Tensor, causal_block: bool = False, window: int | None = None
+) -> torch.Tensor:
     """The context strictly before the block's anchor, of the same document, and the own block; nothing else. A block
-    outside of all documents (-1, one that is not scored) sees itself alone."""
+    outside of all documents (-1, one that is not scored) sees itself alone.
+
+    causal_block: of the own block only what comes before (JetSpec); window: of the context only positions that are
+    less than so many before the query's.
+    """
     before = (key[..., STREAM] == CONTEXT) & (key[..., POSITION] < query[..., ANCHOR])
     before &= (key[..., DOCUMENT] == query[..., DOCUMENT]) & (query[..., DOCUMENT] >= 0)
-    return before | ((key[..., STREAM] == NOISY) & (key[..., BLOCK] == query[..., BLOCK]))
+    own = (key[..., STREAM] == NOISY) & (key[..., BLOCK] == query[..., BLOCK])
+    if window is not None:
+        before &= query[..., POSITION] - key[..., POSITION] < window
+    if causal_block:
+        own &= key[..., POSITION] <= query[..., POSITION]
+    return before | own
 
 
 def lay_out(

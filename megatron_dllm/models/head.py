@@ -16,7 +16,9 @@ import torch
 
 
 class WeightedNLL(torch.autograd.Function):
-    """(Σ_i w_i · nll_i, nll_N) of rows hidden_ND under weight_VD; nll_N is not differentiable.
+    """(Σ_i w_i · nll_i, nll_N, right_N) of rows hidden_ND under weight_VD; right_N: is the target the likeliest?
+
+    Only the sum is differentiable.
 
     hidden_ND        rows, the same on all ranks of `group`; the gradient returned is this rank's partial sum
     weight_VD        this rank's rows of the head
@@ -31,6 +33,7 @@ class WeightedNLL(torch.autograd.Function):
         first = group.rank() * V
         padding = max(0, min(V, first + V - vocab_size))  # the last columns of this rank
         nll_N = torch.empty(N, dtype=torch.float32, device=hidden_ND.device)
+        right_N = torch.empty(N, dtype=torch.bool, device=hidden_ND.device)
         grad_hidden = torch.empty_like(hidden_ND) if need_hidden else None
         grad_weight = None
         chunks = -(-N // chunk_rows)
@@ -50,8 +53,8 @@ class WeightedNLL(torch.autograd.Function):
             probabilities = logits.sub_(maximum[:, None]).exp_()
             total = probabilities.sum(-1)
             lse_local = maximum + total.log()
-            lse, target = _combine(lse_local, target, group)
-            nll_N[rows] = lse - target
+            lse, target, largest = _combine(lse_local, target, maximum, group)
+            nll_N[rows], right_N[rows] = lse - target, target >= largest
             if not (need_hidden or need_weight):
                 continue
             scale = w * torch.exp(lse_local - lse) / total
@@ -75,11 +78,11 @@ class WeightedNLL(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight_VD) if grad_weight is None else grad_weight.to(weight_VD.dtype)
         # Not save_for_backward: it would keep a reference, and autograd copy what it could otherwise take over.
         ctx.gradients = (grad_hidden, grad_weight)
-        ctx.mark_non_differentiable(nll_N)
-        return torch.dot(nll_N, weights_N), nll_N
+        ctx.mark_non_differentiable(nll_N, right_N)
+        return torch.dot(nll_N, weights_N), nll_N, right_N
 
     @staticmethod
-    def backward(ctx, upstream, _):
+    def backward(ctx, upstream, *_):
         hidden, weight = hand_over(ctx, upstream)
         return hidden, weight, None, None, None, None, None
 
@@ -92,11 +95,11 @@ def hand_over(ctx, upstream: torch.Tensor) -> list[torch.Tensor | None]:
     return [g if g is None else g.mul_(upstream.to(g.dtype)) for g in gradients]
 
 
-def _combine(lse_local, target, group):
-    """Log-sum-exp over all ranks' columns, and the target logit from the rank that owns it."""
+def _combine(lse_local, target, maximum, group):
+    """Log-sum-exp and maximum over all ranks' columns, and the target logit from the rank that owns it."""
     if group.size() == 1:
-        return lse_local, target
-    mine = torch.stack([lse_local, target])
-    everyone = mine.new_empty(2 * group.size(), mine.shape[1])
+        return lse_local, target, maximum
+    mine = torch.stack([lse_local, target, maximum])
+    everyone = mine.new_empty(3 * group.size(), mine.shape[1])
     torch.distributed.all_gather_into_tensor(everyone, mine, group=group)
-    return everyone[0::2].logsumexp(0), everyone[1::2].sum(0)
+    return everyone[0::3].logsumexp(0), everyone[1::3].sum(0), everyone[2::3].amax(0)

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from megatron_dllm.modes import bd3lm, hybrid, idlm, mdlm, scdd
+from megatron_dllm.modes import bd3lm, dflash, hybrid, idlm, mdlm, scdd
 
 MODES: dict[str, ModuleType] = {
     "mdlm": mdlm,
@@ -10,6 +10,7 @@ MODES: dict[str, ModuleType] = {
     "hybrid": hybrid,
     "idlm": idlm,
     "scdd": scdd,
+    "dflash": dflash,
 }
 
 

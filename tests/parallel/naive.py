@@ -1,5 +1,7 @@
 """The loss of every mode, token by token, from full logits: what all the clever paths must equal."""
 
+import math
+
 import torch
 
 F = torch.nn.functional
@@ -7,7 +9,7 @@ F = torch.nn.functional
 
 def naive_loss(logits_BQV, rows, args) -> torch.Tensor:
     """Loss of a global batch. rows: its corrupted samples, in order; logits of their layout, padding at the end."""
-    modes = {"mdlm": mdlm, "bd3lm": bd3lm, "hybrid": hybrid, "idlm": idlm, "scdd": scdd}
+    modes = {"mdlm": mdlm, "bd3lm": bd3lm, "hybrid": hybrid, "idlm": idlm, "scdd": scdd, "dflash": dflash}
     return modes[args.dllm_mode](logits_BQV, rows, args)
 
 
@@ -85,6 +87,22 @@ def hybrid(logits_BQV, rows, args):
 def idlm(logits_BQV, rows, args):
     noisy, clean = streams(logits_BQV, 2)
     return divide(*next_token(noisy, rows, args)) + args.idlm_clean_loss_weight * divide(*next_token(clean, rows, args))
+
+
+def dflash(logits_BQV, rows, args):
+    K, total, count = args.dllm_block_size, 0.0, 0.0
+    for logits_QV, row in zip(logits_BQV, rows, strict=True):
+        s = row.sample
+        for block, (anchor, kept) in enumerate(zip(row.anchors_N.tolist(), row.kept_N.tolist(), strict=True)):
+            for k in range(1, K):
+                place = anchor + k
+                if not kept or place >= len(s) or not s.loss_mask_S[place]:
+                    continue
+                if s.document_S[place] == s.document_S[anchor]:
+                    weight = math.exp(-(k - 1) / args.dflash_loss_decay)
+                    total = total + weight * F.cross_entropy(logits_QV[block * K + k], s.tokens_S[place])
+                    count += 1 if args.dllm_compat else weight
+    return total / max(1, count)
 
 
 def scdd(logits_BQV, rows, args):

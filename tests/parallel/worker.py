@@ -114,12 +114,12 @@ class Observation:
                 self.places[id(term)] = (term, places)
         return batch
 
-    def note_nll(self, view, term: str, total):
+    def note_nll(self, view, term: str, scored):
         """The nll of every row that the first step scores."""
         if self.case.get("record_nll") and not self.result["losses"]:
             _, places = self.places[id(view._terms[term])]
-            self.result["nll"].setdefault(term, {}).update(zip(places, view.nll[term].tolist(), strict=True))
-        return total
+            self.result["nll"].setdefault(term, {}).update(zip(places, scored[1].tolist(), strict=True))
+        return scored
 
     def train_step(self, original, forward_step, iterator, *args, **kwargs):
         stream = (iterator[0] if isinstance(iterator, list) else iterator).iterable

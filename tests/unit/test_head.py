@@ -44,8 +44,10 @@ def naive(hidden, weight, targets, weights, upstream=1.0):
 def ours(hidden, weight, targets, weights, chunk=7, vocab=None, group=None, upstream=1.0):
     hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
     vocab = len(weight) if vocab is None else vocab
-    loss, nll = WeightedNLL.apply(hidden, weight, targets, weights, group or OneRank(), vocab, chunk)
+    loss, nll, right = WeightedNLL.apply(hidden, weight, targets, weights, group or OneRank(), vocab, chunk)
     assert not nll.requires_grad and loss.dtype == nll.dtype == torch.float32
+    if group is None:
+        assert torch.equal(right, (hidden @ weight[:vocab].t()).argmax(-1) == targets)
     (loss * upstream).backward()
     return loss.detach(), nll, hidden.grad, weight.grad
 

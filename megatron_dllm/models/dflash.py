@@ -1,0 +1,94 @@
+"""A draft with its frozen target, as the training loop knows a model: tokens in, loss out."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import ModelType
+
+from megatron_dllm.models import draft
+from megatron_dllm.models.dlm import ScoreView
+from megatron_dllm.models.target import Target
+from megatron_dllm.modes.base import NUM_ATTRIBUTES
+from megatron_dllm.parallel import RankTerm
+
+
+class DraftOfTarget(draft.DraftModel):
+    """Parameters and checkpoint are the draft's alone.
+
+    block_size: K, tokens of a block; causal_block, window: see draft.visible.
+    """
+
+    def __init__(self, config, target: Target, num_features: int, rule=draft.visible, **options):
+        super().__init__(config, num_features, rule=rule, **options)
+        self.model_type = ModelType.encoder_or_decoder
+        self._target = (target,)  # in a tuple: not a submodule, so neither trained nor saved
+
+    @property
+    def target(self) -> Target:
+        return self._target[0]
+
+    def set_input_tensor(self, input_tensor) -> None:
+        """Called by the schedule; there is no stage before this one."""
+
+    # --- what a ScoreView asks of a model ---
+
+    @property
+    def true_vocab_size(self) -> int:
+        return self.target.model.true_vocab_size
+
+    @property
+    def share_embeddings_and_output_weights(self) -> bool:
+        return self.target.model.share_embeddings_and_output_weights
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor:
+        return self.target.model.shared_embedding_or_output_weight()
+
+    @property
+    def output_layer(self):
+        return self.target.model.output_layer
+
+    def select_rows(self, hidden_QBD: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
+        """[N, D] rows of the blocks, numbered as in the whole input, which the context comes before."""
+        tp = self.pg_collection.tp
+        rows_N = rows_N - self._context * hidden_QBD.shape[1]
+        if self.config.sequence_parallel:
+            hidden_QBD = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_QBD, tensor_parallel_output_grad=True, group=tp
+            )
+            return hidden_QBD.flatten(0, 1).index_select(0, rows_N)
+        selected = hidden_QBD.flatten(0, 1).index_select(0, rows_N)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(selected, group=tp)
+
+    def forward(
+        self,
+        tokens_BT: torch.Tensor,
+        position_ids_BT: torch.Tensor,
+        attributes_BTA: torch.Tensor,
+        loss: Callable | None = None,
+        terms: dict[str, RankTerm] | None = None,
+    ):
+        """What `loss(ScoreView)` returns, or without it this rank's logits of the blocks in fp32 [B, N·K, V/tp]. Tokens
+        are this rank's [context | blocks], attributes those of all ranks, one after the other."""
+        cp = self.pg_collection.cp.size()
+        mine_BTA = attributes_BTA[:, : tokens_BT.shape[1]]  # every rank has as many context tokens as another
+        S = self._context = int((mine_BTA[0, :, draft.STREAM] == draft.CONTEXT).sum())
+        context_BSA = attributes_BTA.unflatten(1, (cp, -1))[:, :, :S].flatten(1, 2)
+        features_SBF = self.target.features(
+            tokens_BT[:, :S], position_ids_BT[:, :S], context_BSA[..., :NUM_ATTRIBUTES].contiguous()
+        )
+        embeddings_QBD = self.target.embed(tokens_BT[:, S:])
+        hidden = super().forward(features_SBF, embeddings_QBD, position_ids_BT, attributes_BTA)
+        if loss is not None:
+            return loss(ScoreView(self, hidden, terms))
+        B, first = len(tokens_BT), S * len(tokens_BT)
+        rows_N = torch.arange(first, first + tokens_BT[:, S:].numel(), device=tokens_BT.device)
+        return self.target.model.logits(self.select_rows(hidden, rows_N)).unflatten(0, (-1, B)).transpose(0, 1)
+
+
+def rule(causal_block: bool, window: int | None):
+    """`draft.visible` with the variants that are asked for."""
+    if not causal_block and window is None:
+        return draft.visible
+    return functools.partial(draft.visible, causal_block=causal_block, window=window)

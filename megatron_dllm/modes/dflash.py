@@ -1,0 +1,286 @@
+"""DFlash drafts (arXiv:2602.06036): guess a block of tokens at once from the hidden states of a frozen target.
+
+Every sample gets up to N anchors, places of the text that a block of K tokens begins at. The block's first token is
+known, the others are masks, and the draft predicts them from its own block and from the target's hidden states strictly
+before the anchor (models/draft.py); embeddings, head and hidden states are the target's (models/target.py). With
+w_k = exp(-(k - 1) / gamma) for the k-th token after the anchor (equation 4) and m_k = 1 where it is supervised and lies
+in the sample,
+
+    loss = Σ_blocks Σ_k w_k m_k · -log q(x_{A+k} | block, target before A)  /  Σ_blocks Σ_k w_k m_k
+
+over the global batch (`--dllm-compat automodel`: divided by Σ m_k, as that recipe's strategy does).
+
+Anchors are a function of the sample and the run's seed. `--dflash-anchor-sampling supervised`: distinct supervised
+tokens with a whole block after them in their document, the way of the published trainer; `overlap` and `nonoverlap`:
+those of the published strategy, which look at the sample's length alone. A sample with fewer than two blocks of
+supervised tokens has no block that counts.
+
+Shapes: S clean length, N blocks of K tokens, Q = S + N·K; logits of a block's place k predict its own token (no shift).
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dllm.data.sample import Sample
+from megatron_dllm.modes import common
+from megatron_dllm.modes.base import Corrupted, LossTerm, ModelInput, Term
+from megatron_dllm.noise import Draws
+
+NEEDS_MASK_TOKEN = True
+FULL_WITHIN_DOCUMENT = False
+USES = {"dllm_block_size", "dllm_compat"}
+SAMPLINGS = ("supervised", "overlap", "nonoverlap")
+GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # by block size, as published; for others half of it, at least 2
+ANCHORS = "dflash anchors"  # the random stream
+
+
+def add_args(group) -> None:
+    group.add_argument(
+        "--dflash-target",
+        metavar="DIR",
+        help="The frozen model whose hidden states are read: a Hugging Face folder, or the folder of a run. Its shape, "
+        "tokenizer and token ids are the defaults of this run.",
+    )
+    group.add_argument(
+        "--dflash-target-layers",
+        type=int,
+        nargs="+",
+        default=None,
+        metavar="LAYER",
+        help="Layers of the target, counted from 0, whose outputs are read; default: as many as the draft has, spread.",
+    )
+    group.add_argument("--dflash-num-anchors", type=int, default=512, metavar="N", help="Most blocks of a sample.")
+    group.add_argument(
+        "--dflash-anchor-sampling",
+        choices=SAMPLINGS,
+        default="supervised",
+        help="Distinct supervised tokens (default), or the published strategy's ways.",
+    )
+    group.add_argument(
+        "--dflash-loss-decay",
+        type=float,
+        default=None,
+        metavar="GAMMA",
+        help="Later tokens of a block weigh exp(-(k - 1) / GAMMA); default 7, 5, 4 for blocks of 16, 10, 8, else half.",
+    )
+    group.add_argument(
+        "--dflash-causal-block",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="A token of a block does not see those after it (JetSpec).",
+    )
+    group.add_argument(
+        "--dflash-window", type=int, default=None, metavar="TOKENS", help="How far back the context is seen."
+    )
+
+
+def validate(args) -> None:
+    common.validate_blocks(args, default=16)
+    _validate_layout(args)
+    K = args.dllm_block_size
+    if K < 2:
+        raise ValueError(f"--dllm-block-size {K}: a block is a known token and at least one guess, give 2 or more.")
+    for flag, value in (("num-anchors", args.dflash_num_anchors), ("window", args.dflash_window)):
+        if value is not None and value < 1:
+            raise ValueError(f"--dflash-{flag} is {value}: give at least 1.")
+    if args.dflash_loss_decay is None:
+        args.dflash_loss_decay = GAMMAS.get(K, max(2.0, K / 2))
+    if not args.dflash_loss_decay > 0:
+        raise ValueError(f"--dflash-loss-decay {args.dflash_loss_decay} is out of range: give a number above 0.")
+    multiple = anchor_multiple(args)
+    if args.dflash_num_anchors % multiple:
+        raise ValueError(
+            f"--dflash-num-anchors {args.dflash_num_anchors} cannot be shared out among context- and sequence-parallel "
+            f"ranks: give a multiple of {multiple}."
+        )
+    if args.dflash_target is None:
+        raise ValueError("--dllm-mode dflash trains beside a frozen model: name it by --dflash-target DIR.")
+    from megatron_dllm.models import target
+
+    target.check(args)
+
+
+def _validate_layout(args) -> None:
+    if args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "a draft's few layers all read the same context, which a pipeline would have to pass on: use "
+            "--pipeline-model-parallel-size 1."
+        )
+    if args.context_parallel_size > 1 and "a2a" in args.cp_comm_type:
+        raise ValueError(
+            "a draft's queries are not as many as its keys, which an exchange of heads cannot do: use --cp-comm-type "
+            "all_gather."
+        )
+    if args.transformer_impl != "local":
+        raise ValueError("a draft's context must not be normed in its layers: use --transformer-impl local.")
+
+
+def anchor_multiple(args) -> int:
+    """What the number of a batch's blocks must be a multiple of: zigzag chunks of context parallelism are whole blocks,
+    and each rank's are cut again by sequence parallelism."""
+    context = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    per_rank = shards // math.gcd(shards, args.dllm_block_size)
+    return math.lcm(context, per_rank * args.context_parallel_size)
+
+
+def streams(args) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class Anchored(Corrupted):
+    """anchors_N int64: where blocks begin; kept_N bool: which of them count, those first."""
+
+    anchors_N: torch.Tensor = None
+    kept_N: torch.Tensor = None
+
+
+def corrupt(sample: Sample, draws: Draws, args) -> Anchored:
+    """Draws anchors; the text itself is not noised."""
+    common.check_clean(sample, args.dllm_mask_token_id)
+    K, N = args.dllm_block_size, args.dflash_num_anchors
+    g = draws.generator(ANCHORS)
+    sample_anchors = dict(supervised=supervised, overlap=overlap, nonoverlap=nonoverlap)[args.dflash_anchor_sampling]
+    anchors_N, kept_N = sample_anchors(sample, N, K, g)
+    kept_N = kept_N & bool(sample.loss_mask_S.sum() >= 2 * K)
+    return Anchored(
+        sample=sample,
+        x_t_S=sample.tokens_S,
+        noised_S=torch.zeros_like(sample.loss_mask_S),
+        weight_S=torch.zeros(len(sample)),
+        level_S=torch.zeros(len(sample)),
+        anchors_N=anchors_N,
+        kept_N=kept_N,
+    )
+
+
+def supervised(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up to N distinct supervised tokens that K - 1 others of their document follow, in order. Draws: one uniform for
+    each place that a block of the sample can begin at."""
+    anchors_N, kept_N = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.bool)
+    places = len(sample) - K + 1
+    if places < 1:
+        return anchors_N, kept_N
+    valid = sample.loss_mask_S[:places] & (sample.document_S[:places] == sample.document_S[K - 1 :])
+    order = torch.rand(places, generator=g).masked_fill(~valid, 2.0).argsort(stable=True)
+    count = min(N, int(valid.sum()))
+    anchors_N[:count] = order[:count].sort().values
+    kept_N[:count] = True
+    return anchors_N, kept_N
+
+
+def overlap(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """N places from the second on, drawn independently; the first and the last half as often as others."""
+    length = len(sample)
+    last = max(length - K, 1)
+    anchors_N = (1 + (torch.rand(N, generator=g) * (last - 1)).round().long()).clamp(1, last)
+    return _published(sample, anchors_N, torch.ones(N, dtype=torch.bool), K)
+
+
+def nonoverlap(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks that do not overlap, as many as fit, with random gaps between them. (The published way draws one set for a
+    whole batch, which would make a sample's blocks depend on its neighbours; of a batch of one it is this.)"""
+    length = len(sample)
+    count = min(N, max(1, (length - 1) // K))
+    available = length - count * K
+    if available < 1:
+        starts = torch.arange(1, count + 1)
+    else:
+        gaps = torch.randperm(available, generator=g)[:count].sort().values
+        starts = gaps + K * torch.arange(len(gaps)) + 1
+    anchors_N = torch.cat([starts, starts[-1:].expand(N - len(starts))])
+    return _published(sample, anchors_N, torch.arange(N) < count, K)
+
+
+def _published(sample: Sample, anchors_N, kept_N, K: int):
+    length = len(sample)
+    return anchors_N.clamp(max=max(length - 1, 0)), kept_N & (length > K)
+
+
+def layout(samples: list[Anchored], length: int, args) -> ModelInput:
+    """[x_0 | blocks]: the target reads the first, the draft predicts the second. Fewer than N blocks where no sample of
+    the micro-batch has so many."""
+    from megatron_dllm.models.draft import lay_out
+
+    rows = common.pad_rows(samples, length, args.dllm_pad_token_id)
+    K, multiple = args.dllm_block_size, anchor_multiple(args)
+    most = max(1, *(int(c.kept_N.sum()) for c in samples))
+    N = min(-(-most // multiple) * multiple, args.dflash_num_anchors)
+    anchors_BN, kept_BN = (torch.stack([getattr(c, name)[:N] for c in samples]) for name in ("anchors_N", "kept_N"))
+    position_ids_BT, attributes_BTA = lay_out(anchors_BN, K, rows.position_BS, rows.document_BS, kept_BN)
+    place_BNK = anchors_BN[..., None] + torch.arange(K)
+    inside_BNK = place_BNK < length
+    of_place = lambda x_BS: x_BS.gather(1, place_BNK.clamp(max=length - 1).flatten(1)).view(place_BNK.shape)
+    tokens_BNK = of_place(rows.tokens_BS)
+    known_BNK = (torch.arange(K) == 0) & kept_BN[..., None]
+    same_BNK = of_place(rows.document_BS) == rows.document_BS.gather(1, anchors_BN)[..., None]
+    scored_BNK = of_place(rows.loss_mask_BS) & inside_BNK & same_BNK & kept_BN[..., None]
+    scored_BNK[..., 0] = False
+    weights_BNK = scored_BNK * decay(K, args.dflash_loss_decay)
+    after = lambda x_BNK: torch.nn.functional.pad(x_BNK.flatten(1), (length, 0))
+    term = Term(
+        targets_BQ=after(tokens_BNK),
+        weights_BQ=after(weights_BNK),
+        count=float(scored_BNK.sum() if args.dllm_compat else weights_BNK.double().sum()),
+        offsets_BQ=after(torch.arange(K, dtype=torch.int32).expand(place_BNK.shape)),
+    )
+    return ModelInput(
+        tokens_BQ=torch.cat([rows.tokens_BS, tokens_BNK.where(known_BNK, args.dllm_mask_token_id).flatten(1)], dim=1),
+        position_ids_BQ=position_ids_BT,
+        attributes_BQA=attributes_BTA,
+        terms={"dllm": term},
+        drafted=N * K,
+        tokens={
+            "supervised": float(rows.loss_mask_BS.sum()),
+            "noised": float(scored_BNK.sum()),
+            "data": float(rows.data_tokens),
+            "processed": float(position_ids_BT.numel()),
+        },
+    )
+
+
+def decay(K: int, gamma: float) -> torch.Tensor:
+    """[K] float32: 0 for the anchor, then exp(-(k - 1) / gamma)."""
+    weights = torch.exp(-(torch.arange(K, dtype=torch.float32) - 1) / gamma)
+    weights[0] = 0
+    return weights
+
+
+def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """See models/draft.py, whose rule also knows the variants."""
+    from megatron_dllm.models import draft
+
+    return draft.visible(query, key)
+
+
+def loss(score, args) -> list[LossTerm]:
+    return [LossTerm("dllm", score.weighted_nll("dllm"))]
+
+
+def measure(score, args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """(sum, count) of this rank: tokens guessed right, in all and by their place, and how many tokens a block would
+    give: its leading run of right ones, and one more."""
+    right_N, rows = score.right["dllm"].float(), score.rows("dllm")
+    offsets_N, blocks_N = rows.offsets_N.long(), rows.rows_N
+    K = args.dllm_block_size
+    report = {"draft accuracy": (right_N.sum(), right_N.new_tensor(len(right_N)))}
+    for k in range(1, K):
+        here = (offsets_N == k).float()
+        report[f"draft accuracy at {k}"] = ((right_N * here).sum(), here.sum())
+    # rows are numbered place · B + b: those of a block differ by their offset alone
+    first_N = blocks_N - offsets_N * score.batch_size
+    starts, block_N = first_N.unique(return_inverse=True)
+    run_MK = right_N.new_ones(len(starts), K)  # what is not scored does not end a run, and does not count
+    scored_MK = torch.zeros_like(run_MK)
+    run_MK[block_N, offsets_N] = right_N
+    scored_MK[block_N, offsets_N] = 1
+    length_M = (run_MK.cumprod(1) * scored_MK).sum(1) + 1
+    report["accepted tokens a block"] = (length_M.sum(), length_M.new_tensor(len(length_M)))
+    return report
+
+
+reverse = common.most_trusted  # unused: decoding drafts and verifies (generation/dflash.py)

@@ -1,0 +1,84 @@
+"""Drafts are trained alike in every layout, of themselves and of their target; gradients equal a naive computation."""
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from tests.hf_models import VOCABULARY
+from tests.parallel.families import LAYOUTS, Family, close
+from tests.parallel.hf import TRAIN, write_words
+
+DRAFT = "--dllm-mode dflash --num-layers 2 --dllm-block-size 4 --dflash-num-anchors 8 --cp-comm-type all_gather"
+HEADS = "--num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48"
+CHAT = "TP2|TP4|TP2 SP|CP2 all_gather|DP2|recompute full|TP2 SP CP2|DP2 CP2".split("|")
+VARIANTS = {
+    "causal block, window": "--dflash-causal-block --dflash-window 6 --dflash-anchor-sampling overlap",
+    "automodel": "--dflash-anchor-sampling nonoverlap --dllm-compat automodel --dflash-loss-decay 2.5",
+}
+
+
+def write_text(folder) -> str:
+    """Documents of 3 to 40 tokens, packed: some are shorter than a block, some longer than a sequence."""
+    prefix, draw = str(folder / "text"), torch.Generator().manual_seed(2)
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    for i in range(60):
+        ids = torch.randint(4, VOCABULARY, (3 + (i * 11) % 38,), generator=draw).tolist() + [1]
+        builder.add_document(np.array(ids), [len(ids)])
+    builder.finalize(prefix + ".idx")
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def drafts(pool, hf_folder, tmp_path_factory):
+    """drafts(target, data, *flags): the single process, and what is compared with it."""
+    folder = tmp_path_factory.mktemp("data")
+    data = dict(
+        chat=["--sft-data-path", write_words(folder)], text=["--data-path", write_text(folder), "--split", "100,0,0"]
+    )
+    made = {}
+
+    def get(target, kind, *flags):
+        key = (target, kind, *flags)
+        if key not in made:
+            argv = [*TRAIN, "--dflash-target", hf_folder(target)[0], *f"{DRAFT} {' '.join(flags)}".split(), *data[kind]]
+            made[key] = Family(pool, tmp_path_factory.mktemp("reference"), argv)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize(("target", "kind"), [("qwen3 tied", "chat"), ("llama", "text"), ("llada2", "chat")])
+def test_the_single_process_equals_the_naive_computation(drafts, target, kind):
+    reference = drafts(target, kind, HEADS if target == "llada2" else "").reference
+    assert close(reference["losses"][0], reference["naive_loss"], 1e-6)
+    assert reference["grad_error"] < 2e-6 and reference["grad_norms"][0] > 0.1
+    (report, *_) = reference["reports"]
+    assert 0 <= report["draft accuracy"] < 0.5 and 1 <= report["accepted tokens a block"] < 3
+
+
+@pytest.mark.parametrize("layout", CHAT)
+def test_chat(drafts, layout):
+    drafts("qwen3 tied", "chat").check(*LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ("TP2 SP", "CP2 all_gather"))
+def test_packed_text(drafts, layout):
+    drafts("llama", "text").check(*LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ("TP2", "DP2"))
+def test_targets_with_experts(drafts, layout):
+    drafts("llada2", "chat", HEADS).check(*LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(drafts, variant):
+    family = drafts("qwen3 tied", "chat", VARIANTS[variant])
+    assert family.reference["grad_error"] < 2e-6
+    family.check(*LAYOUTS["TP2 SP"])
+
+
+def test_distributed_optimizer(drafts):
+    flags = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"
+    drafts("qwen3 tied", "chat").check(2, flags, gradients=False)
