@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--dllm-block-size",
         type=int,
         default=None,
-        help="Tokens of a block, which is denoised as a whole; default 32 (hybrid, bd3lm) or 1 (idlm).",
+        help="Tokens of a block, which is denoised as a whole; default 32 (hybrid, bd3lm), 1 (idlm) or 16 (dflash).",
     )
     group.add_argument(
         "--dllm-block-origin",
@@ -98,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--dllm-compat",
         choices=("automodel",),
         default=None,
-        help="Divide as NeMo AutoModel does: next-token terms by all supervised tokens, scored or not.",
+        help="Divide as NeMo AutoModel does: next-token terms by all supervised tokens, scored or not; a draft's loss "
+        "by the number of tokens rather than the sum of their weights.",
     )
     group.add_argument(
         "--dllm-attention-backend",
