@@ -103,6 +103,9 @@ def check_flags(args, given: set[str]) -> None:
         if dest in given:
             raise ValueError(f"{flag(dest)} cannot be used: {why}")
     _check_mode_flags(args.dllm_mode, given)
+    for dest, sentence in getattr(MODES[args.dllm_mode], "REQUIRED", {}).items():
+        if getattr(args, dest) is None:
+            raise ValueError(sentence)
     sources = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
     text = any(getattr(args, source) is not None for source in sources)
     if text == (args.sft_data_path is not None):

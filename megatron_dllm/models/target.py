@@ -14,6 +14,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_dllm.models.dlm import DiffusionLM
 from megatron_dllm.models.family import PLAIN
+from megatron_dllm.models.weights import target_layers
 from megatron_dllm.modes.base import DOCUMENT, POSITION
 
 # What the target has of its own; everything else about how it is computed is the run's.
@@ -47,7 +48,10 @@ def describe(path: str) -> Described:
     checkpoint = iteration_folder(path, None)
     if checkpoint is None or not os.path.isdir(checkpoint):
         raise ValueError(f"--dflash-target {path} holds no model: give a Hugging Face folder, or the folder of a run.")
-    return Described(saved_run(checkpoint), checkpoint=checkpoint)
+    args = saved_run(checkpoint)
+    if target_layers(args) is not None:
+        raise ValueError(f"--dflash-target {path} holds a draft itself: name the model that it drafts for.")
+    return Described(args, checkpoint=checkpoint)
 
 
 def defaults(path: str) -> dict:
@@ -74,6 +78,12 @@ def check(args: Namespace) -> None:
 
     target = describe(args.dflash_target).args
     args.dflash_target = os.path.abspath(args.dflash_target)
+    known = getattr(args, "dflash_num_target_layers", None)  # what the folder of a draft says
+    if known not in (None, target.num_layers):
+        raise ValueError(
+            f"--hf-model {args.hf_model} was made for a target of {known} layers, and --dflash-target has "
+            f"{target.num_layers}: name the model that it drafts for."
+        )
     args.dflash_num_target_layers = target.num_layers
     if args.dflash_target_layers is None:
         args.dflash_target_layers = spread(target.num_layers, args.num_layers)

@@ -5,6 +5,7 @@ A mode is a module in this folder with these names, always in this order (see `m
     NEEDS_MASK_TOKEN                    its noise replaces tokens by a mask token
     FULL_WITHIN_DOCUMENT                `visible` is "same document" and nothing else
     USES                                which of the shared flags (arguments.py) it reads; the others are refused
+    REQUIRED                            optional: private flag -> the sentence with which a run without it is refused
     add_args(group)                     its private flags
     validate(args)                      raises ValueError with one sentence that says what to do; fills in defaults
     streams(args)                       how many streams of S tokens its model input has

@@ -32,6 +32,7 @@ from megatron_dllm.noise import Draws
 NEEDS_MASK_TOKEN = True
 FULL_WITHIN_DOCUMENT = False
 USES = {"dllm_block_size", "dllm_compat"}
+REQUIRED = {"dflash_target": "--dllm-mode dflash trains beside a frozen model: name it by --dflash-target DIR."}
 SAMPLINGS = ("supervised", "overlap", "nonoverlap")
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # by block size, as published; for others half of it, at least 2
 ANCHORS = "dflash anchors"  # the random stream
@@ -96,8 +97,6 @@ def validate(args) -> None:
             f"--dflash-num-anchors {args.dflash_num_anchors} cannot be shared out among context- and sequence-parallel "
             f"ranks: give a multiple of {multiple}."
         )
-    if args.dflash_target is None:
-        raise ValueError("--dllm-mode dflash trains beside a frozen model: name it by --dflash-target DIR.")
     from megatron_dllm.models import target
 
     target.check(args)
