@@ -1,0 +1,105 @@
+"""What can be wrong with a command that trains a draft is one sentence and exit code 2, before anything is built."""
+
+import json
+import os
+import sys
+
+import megatron.training.training as training
+import pytest
+
+import pretrain_dllm
+from megatron_dllm.models import target
+from tests.drafts import make as make_draft
+from tests.hf_models import make
+from tests.parallel.hf import TRAIN, write_words
+
+DFLASH = "--dllm-mode dflash --num-layers 2 --dllm-block-size 4 --dflash-num-anchors 8 --cp-comm-type all_gather"
+TARGET = "--dflash-target {target}"
+
+# flags -> (processes, what the sentence must say)
+CASES = {
+    "": (1, "--dllm-mode dflash trains beside a frozen model: name it by --dflash-target DIR"),
+    "--dflash-target {folder}/nothing": (1, "nothing holds no model: give a Hugging Face folder"),
+    "--dflash-target {draft}": (1, "is a draft itself: name the model that it drafts for"),
+    f"{TARGET} --dllm-block-size 1": (1, "--dllm-block-size 1: a block is a known token and at least one guess"),
+    f"{TARGET} --dllm-block-size 0": (1, "--dllm-block-size 0 cannot be"),
+    f"{TARGET} --dflash-num-anchors 0": (1, "--dflash-num-anchors is 0: give at least 1"),
+    f"{TARGET} --dflash-window 0": (1, "--dflash-window is 0: give at least 1"),
+    f"{TARGET} --dflash-loss-decay 0": (1, "--dflash-loss-decay 0.0 is out of range: give a number above 0"),
+    f"{TARGET} --dflash-loss-decay nan": (1, "--dflash-loss-decay nan is out of range"),
+    f"{TARGET} --dflash-num-anchors 6 --context-parallel-size 2": (2, "give a multiple of 4"),
+    f"{TARGET} --dllm-block-size 3 --dflash-num-anchors 7 --tensor-model-parallel-size 2 --sequence-parallel": (
+        2,
+        "--dflash-num-anchors 7 cannot be shared out among context- and sequence-parallel ranks: give a multiple of 2",
+    ),
+    f"{TARGET} --pipeline-model-parallel-size 2": (2, "use --pipeline-model-parallel-size 1"),
+    f"{TARGET} --context-parallel-size 2 --cp-comm-type a2a": (2, "use --cp-comm-type all_gather"),
+    f"{TARGET} --transformer-impl transformer_engine": (1, "use --transformer-impl local"),
+    f"{TARGET} --dflash-target-layers 0 4": (1, "--dflash-target-layers 4 does not exist: the target has 4 layers"),
+    f"{TARGET} --dflash-target-layers -1": (1, "--dflash-target-layers -1 does not exist"),
+    f"{TARGET} --hidden-size 48": (1, "--hidden-size 48 is not that of the target (40)"),
+    f"{TARGET} --vocab-size 96": (1, "the draft's vocabulary of 96 is not that of the target (91)"),
+    f"{TARGET} --dllm-mask-token-id 91": (1, "mask token id 91 is outside the vocabulary of 91"),
+    f"{TARGET} --dllm-mask-token-id 1": (1, "mask token id 1 is also the eos token"),
+    f"{TARGET} --hf-model {{draft}} --num-layers 3": (1, "made for a target of 6 layers, and --dflash-target has 4"),
+    f"{TARGET} --dllm-eps 0.1": (1, "--dllm-eps has no effect on --dllm-mode dflash"),
+    f"{TARGET} --dflash-anchor-sampling random": (1, "invalid choice"),
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("input")
+    target, _ = make("qwen3", folder)
+    return dict(folder=folder, target=target, draft=make_draft(folder), data=write_words(folder))
+
+
+def refused(argv: list[str], processes: int, monkeypatch, capsys) -> str:
+    """What the program says before it ends with code 2."""
+
+    def built(*_, **__):
+        raise AssertionError("something was built")
+
+    monkeypatch.setattr(target, "build", built)
+    monkeypatch.setattr(pretrain_dllm, "pretrain", built)
+    monkeypatch.setattr(sys, "argv", ["pretrain_dllm.py", *argv])
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setenv("RANK", "0")
+    before = dict(os.environ)
+    try:
+        with pytest.raises(SystemExit) as end:
+            pretrain_dllm.main()
+    finally:
+        training.destroy_global_state()
+        os.environ.clear()
+        os.environ.update(before)
+    assert end.value.code == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pretrain_dllm.py: error: ")]
+    assert len(said) == 1 and len(said[0]) < 500
+    return said[0]
+
+
+@pytest.mark.parametrize("flags", CASES)
+def test_one_sentence(places, monkeypatch, capsys, flags):
+    processes, sentence = CASES[flags]
+    argv = [*TRAIN, *DFLASH.split(), "--sft-data-path", places["data"], *flags.format(**places).split()]
+    assert sentence in refused(argv, processes, monkeypatch, capsys)
+
+
+def test_a_target_without_a_draft(places, monkeypatch, capsys):
+    argv = [*TRAIN, "--sft-data-path", places["data"], "--dflash-target", places["target"]]
+    said = refused(argv, 1, monkeypatch, capsys)
+    assert "--dflash-target belongs to --dllm-mode dflash, not mdlm" in said
+
+
+def test_a_target_that_is_damaged(places, monkeypatch, capsys, tmp_path):
+    argv = [*TRAIN, *DFLASH.split(), "--sft-data-path", places["data"], "--dflash-target", str(tmp_path)]
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in refused(argv, 1, monkeypatch, capsys)
+    (tmp_path / "config.json").write_text(json.dumps(dict(architectures=["MambaForCausalLM"], model_type="mamba")))
+    assert "mamba" in refused(argv, 1, monkeypatch, capsys).lower()
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    assert "holds no model" in refused(argv, 1, monkeypatch, capsys)
+    (tmp_path / "iter_0000005").mkdir()
+    assert "not a complete checkpoint" in refused(argv, 1, monkeypatch, capsys)
