@@ -10,6 +10,9 @@ in the sample,
 
 over the global batch (`--dllm-compat automodel`: divided by Σ m_k, as that recipe's strategy does).
 
+`--dflash-loss variable-prefix`: l tokens of a block are known instead of one, l drawn from min(2, K - 1) to K - 1 with
+odds 0.9^l for each block; the first guess is then x_{A+l}, and weights are exp(-(k - l) / gamma).
+
 Anchors are a function of the sample and the run's seed. `--dflash-anchor-sampling supervised`: distinct supervised
 tokens with a whole block after them in their document, the way of the published trainer; `overlap` and `nonoverlap`:
 those of the published strategy, which look at the sample's length alone. A sample with fewer than two blocks of
@@ -35,7 +38,9 @@ USES = {"dllm_block_size", "dllm_compat"}
 REQUIRED = {"dflash_target": "--dllm-mode dflash trains beside a frozen model: name it by --dflash-target DIR."}
 SAMPLINGS = ("supervised", "overlap", "nonoverlap")
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # by block size, as published; for others half of it, at least 2
-ANCHORS = "dflash anchors"  # the random stream
+LOSSES = ("decay", "variable-prefix")
+PREFIX_BASE = 0.9  # as published
+ANCHORS, PREFIXES = "dflash anchors", "dflash prefixes"  # the random streams
 
 
 def add_args(group) -> None:
@@ -66,6 +71,12 @@ def add_args(group) -> None:
         default=None,
         metavar="GAMMA",
         help="Later tokens of a block weigh exp(-(k - 1) / GAMMA); default 7, 5, 4 for blocks of 16, 10, 8, else half.",
+    )
+    group.add_argument(
+        "--dflash-loss",
+        choices=LOSSES,
+        default="decay",
+        help="All tokens after the anchor are guessed (default), or those after a prefix of a drawn length.",
     )
     group.add_argument(
         "--dflash-causal-block",
@@ -132,20 +143,25 @@ def streams(args) -> int:
 
 @dataclass(frozen=True)
 class Anchored(Corrupted):
-    """anchors_N int64: where blocks begin; kept_N bool: which of them count, those first."""
+    """anchors_N int64: where blocks begin; kept_N bool: which of them count, those first; prefix_N int64: how many of
+    their tokens are known."""
 
     anchors_N: torch.Tensor = None
     kept_N: torch.Tensor = None
+    prefix_N: torch.Tensor = None
 
 
 def corrupt(sample: Sample, draws: Draws, args) -> Anchored:
-    """Draws anchors; the text itself is not noised."""
+    """Draws anchors, and prefixes if there are any; the text itself is not noised."""
     common.check_clean(sample, args.dllm_mask_token_id)
     K, N = args.dllm_block_size, args.dflash_num_anchors
     g = draws.generator(ANCHORS)
     sample_anchors = dict(supervised=supervised, overlap=overlap, nonoverlap=nonoverlap)[args.dflash_anchor_sampling]
     anchors_N, kept_N = sample_anchors(sample, N, K, g)
     kept_N = kept_N & bool(sample.loss_mask_S.sum() >= 2 * K)
+    prefix_N = torch.ones(N, dtype=torch.int64)
+    if args.dflash_loss == "variable-prefix":
+        prefix_N = prefixes(N, K, draws.generator(PREFIXES))
     return Anchored(
         sample=sample,
         x_t_S=sample.tokens_S,
@@ -154,6 +170,7 @@ def corrupt(sample: Sample, draws: Draws, args) -> Anchored:
         level_S=torch.zeros(len(sample)),
         anchors_N=anchors_N,
         kept_N=kept_N,
+        prefix_N=prefix_N,
     )
 
 
@@ -200,6 +217,13 @@ def _published(sample: Sample, anchors_N, kept_N, K: int):
     return anchors_N.clamp(max=max(length - 1, 0)), kept_N & (length > K)
 
 
+def prefixes(N: int, K: int, g: torch.Generator) -> torch.Tensor:
+    """[N] int64, from min(2, K - 1) to K - 1."""
+    shortest = min(2, K - 1)
+    odds = PREFIX_BASE ** torch.arange(shortest, K, dtype=torch.float32)
+    return shortest + torch.multinomial(odds, N, replacement=True, generator=g)
+
+
 def layout(samples: list[Anchored], length: int, args) -> ModelInput:
     """[x_0 | blocks]: the target reads the first, the draft predicts the second. Fewer than N blocks where no sample of
     the micro-batch has so many."""
@@ -209,17 +233,17 @@ def layout(samples: list[Anchored], length: int, args) -> ModelInput:
     K, multiple = args.dllm_block_size, anchor_multiple(args)
     most = max(1, *(int(c.kept_N.sum()) for c in samples))
     N = min(-(-most // multiple) * multiple, args.dflash_num_anchors)
-    anchors_BN, kept_BN = (torch.stack([getattr(c, name)[:N] for c in samples]) for name in ("anchors_N", "kept_N"))
+    columns = ("anchors_N", "kept_N", "prefix_N")
+    anchors_BN, kept_BN, prefix_BN = (torch.stack([getattr(c, name)[:N] for c in samples]) for name in columns)
     position_ids_BT, attributes_BTA = lay_out(anchors_BN, K, rows.position_BS, rows.document_BS, kept_BN)
     place_BNK = anchors_BN[..., None] + torch.arange(K)
-    inside_BNK = place_BNK < length
     of_place = lambda x_BS: x_BS.gather(1, place_BNK.clamp(max=length - 1).flatten(1)).view(place_BNK.shape)
     tokens_BNK = of_place(rows.tokens_BS)
-    known_BNK = (torch.arange(K) == 0) & kept_BN[..., None]
     same_BNK = of_place(rows.document_BS) == rows.document_BS.gather(1, anchors_BN)[..., None]
-    scored_BNK = of_place(rows.loss_mask_BS) & inside_BNK & same_BNK & kept_BN[..., None]
-    scored_BNK[..., 0] = False
-    weights_BNK = scored_BNK * decay(K, args.dflash_loss_decay)
+    there_BNK = (place_BNK < length) & same_BNK & kept_BN[..., None]
+    known_BNK = there_BNK & (torch.arange(K) < prefix_BN[..., None])
+    scored_BNK = of_place(rows.loss_mask_BS) & there_BNK & ~known_BNK
+    weights_BNK = scored_BNK * decay(prefix_BN, K, args.dflash_loss_decay)
     after = lambda x_BNK: torch.nn.functional.pad(x_BNK.flatten(1), (length, 0))
     term = Term(
         targets_BQ=after(tokens_BNK),
@@ -242,11 +266,10 @@ def layout(samples: list[Anchored], length: int, args) -> ModelInput:
     )
 
 
-def decay(K: int, gamma: float) -> torch.Tensor:
-    """[K] float32: 0 for the anchor, then exp(-(k - 1) / gamma)."""
-    weights = torch.exp(-(torch.arange(K, dtype=torch.float32) - 1) / gamma)
-    weights[0] = 0
-    return weights
+def decay(prefix_BN: torch.Tensor, K: int, gamma: float) -> torch.Tensor:
+    """[B, N, K] float32: 0 for the l known tokens, then exp(-(k - l) / gamma)."""
+    guess_BNK = torch.arange(K) - prefix_BN[..., None]
+    return torch.exp(-guess_BNK.clamp(min=0).float() / gamma) * (guess_BNK >= 0)
 
 
 def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -93,13 +93,14 @@ def dflash(logits_BQV, rows, args):
     K, total, count = args.dllm_block_size, 0.0, 0.0
     for logits_QV, row in zip(logits_BQV, rows, strict=True):
         s = row.sample
-        for block, (anchor, kept) in enumerate(zip(row.anchors_N.tolist(), row.kept_N.tolist(), strict=True)):
-            for k in range(1, K):
+        blocks = zip(row.anchors_N.tolist(), row.kept_N.tolist(), row.prefix_N.tolist(), strict=True)
+        for block, (anchor, kept, known) in enumerate(blocks):
+            for k in range(known, K):
                 place = anchor + k
                 if not kept or place >= len(s) or not s.loss_mask_S[place]:
                     continue
                 if s.document_S[place] == s.document_S[anchor]:
-                    weight = math.exp(-(k - 1) / args.dflash_loss_decay)
+                    weight = math.exp(-(k - known) / args.dflash_loss_decay)
                     total = total + weight * F.cross_entropy(logits_QV[block * K + k], s.tokens_S[place])
                     count += 1 if args.dllm_compat else weight
     return total / max(1, count)

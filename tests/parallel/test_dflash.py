@@ -14,6 +14,7 @@ HEADS = "--num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48"
 CHAT = "TP2|TP4|TP2 SP|CP2 all_gather|DP2|recompute full|TP2 SP CP2|DP2 CP2".split("|")
 VARIANTS = {
     "causal block, window": "--dflash-causal-block --dflash-window 6 --dflash-anchor-sampling overlap",
+    "variable prefix": "--dflash-loss variable-prefix",
     "automodel": "--dflash-anchor-sampling nonoverlap --dllm-compat automodel --dflash-loss-decay 2.5",
 }
 

@@ -23,6 +23,7 @@ def flags(**changes) -> SimpleNamespace:
         dllm_compat=None,
         dflash_num_anchors=8,
         dflash_anchor_sampling="supervised",
+        dflash_loss="decay",
         dflash_loss_decay=7.0,
         context_parallel_size=1,
         tensor_model_parallel_size=1,

@@ -1,6 +1,7 @@
 """Mode dflash: anchors, blocks and metrics, against loops; whose function they are."""
 
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,24 @@ def test_another_seed_or_sample_moves_them(way):
     assert len(drawn) == 4
 
 
+def test_prefixes():
+    """P(l) ~ 0.9^l, drawn by itself: the anchors stay where they are. A block always has a guess."""
+    N, odds = 20_000, [0.9**length for length in range(2, 6)]
+    drawn_N = dflash.prefixes(N, 6, Draws(1, 0).generator("x"))
+    shares = drawn_N.bincount(minlength=6) / N
+    assert shares.tolist() == pytest.approx([0, 0, *(x / sum(odds) for x in odds)], abs=0.015)
+    assert (dflash.prefixes(9, 2, Draws(1, 0).generator("x")) == 1).all()
+    found = {
+        (seed, index, loss): dflash.corrupt(
+            make_sample([0] * 90, index=index), Draws(seed, index), flags(dflash_loss=loss)
+        )
+        for seed, index, loss in itertools.product((1, 2), (5, 6), dflash.LOSSES)
+    }
+    assert all(torch.equal(c.anchors_N, found[seed, i, "decay"].anchors_N) for (seed, i, _), c in found.items())
+    assert all((c.prefix_N == 1).all() for (*_, loss), c in found.items() if loss == "decay")
+    assert len({tuple(c.prefix_N.tolist()) for (*_, loss), c in found.items() if loss != "decay"}) == 4
+
+
 # --- the layout -------------------------------------------------------------------------------------------------------
 
 
@@ -92,10 +111,11 @@ def block_rows(batch, length: int, b: int, blocks: int, K: int) -> list[torch.Te
     N=SAMPLES["N"],
     extra=st.integers(0, 3),
     way=st.sampled_from(dflash.SAMPLINGS),
+    loss=st.sampled_from(dflash.LOSSES),
 )
-def test_layout_block_by_block(pairs, K, N, extra, way):
+def test_layout_block_by_block(pairs, K, N, extra, way, loss):
     """Element by element, and the same in every batch."""
-    args = flags(dllm_block_size=K, dflash_num_anchors=N, dflash_anchor_sampling=way)
+    args = flags(dllm_block_size=K, dflash_num_anchors=N, dflash_anchor_sampling=way, dflash_loss=loss)
     samples = [packed(*pair, i) for i, pair in enumerate(pairs)]
     found = [dflash.corrupt(s, Draws(9, i), args) for i, s in enumerate(samples)]
     length = max(map(len, samples)) + extra
@@ -109,14 +129,14 @@ def test_layout_block_by_block(pairs, K, N, extra, way):
         assert not c.kept_N[n:].any()
         for q in range(n * K):
             (block, k), row = divmod(q, K), length + q
-            anchor, kept = int(c.anchors_N[block]), bool(c.kept_N[block])
+            anchor, kept, prefix = int(c.anchors_N[block]), bool(c.kept_N[block]), int(c.prefix_N[block])
             place = anchor + k
-            assert batch.tokens_BQ[b, row] == (s.tokens_S[anchor] if kept and k == 0 else MASK)
+            there = kept and place < len(s) and s.document_S[place] == s.document_S[anchor]
+            assert batch.tokens_BQ[b, row] == (s.tokens_S[place] if there and k < prefix else MASK)
             position = int(s.position_S[anchor]) + k if len(s) else k
             assert batch.position_ids_BQ[b, row] == batch.attributes_BQA[b, row, POSITION] == position
-            counts = kept and k > 0 and place < len(s) and bool(s.loss_mask_S[place])
-            counts = counts and s.document_S[place] == s.document_S[anchor]
-            weight = torch.tensor(-(k - 1) / args.dflash_loss_decay).exp() if counts else 0.0
+            counts = there and k >= prefix and bool(s.loss_mask_S[place])
+            weight = torch.tensor(-(k - prefix) / args.dflash_loss_decay).exp() if counts else 0.0
             assert term.weights_BQ[b, row] == pytest.approx(float(weight), rel=1e-6)
             if counts:
                 assert term.targets_BQ[b, row] == s.tokens_S[place] and term.offsets_BQ[b, row] == k
@@ -132,7 +152,9 @@ def test_layout_block_by_block(pairs, K, N, extra, way):
 
 def test_first_guess_weighs_one():
     """The anchor has no weight, and the token after it the largest; divided by the sum of weights."""
-    assert dflash.decay(4, 7.0).tolist() == pytest.approx([0, 1, 0.866878, 0.751477], rel=1e-5)
+    first, second = dflash.decay(torch.tensor([[1, 2]]), 4, 7.0)[0].tolist()
+    assert first == pytest.approx([0, 1, 0.866878, 0.751477], rel=1e-5)
+    assert second == pytest.approx([0, 0, 1, 0.866878], rel=1e-5)
     sample = anchored(make_sample([0] * 8), [2])
     assert dflash.layout([sample], 8, flags()).terms["dllm"].count == pytest.approx(1 + 0.866878 + 0.751477, rel=1e-5)
 

@@ -8,7 +8,7 @@ from megatron_dllm.models.dflash import rule
 from megatron_dllm.models.draft import lay_out
 from megatron_dllm.modes import dflash
 from megatron_dllm.noise import Draws
-from tests.unit.block_cases import golden, make_sample
+from tests.unit.block_cases import MASK, golden, make_sample
 from tests.unit.dflash_cases import anchored, flags, scored
 
 # --- anchors and blocks -----------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_published_loss_and_accuracy(published):
 
 
 def test_published_acceptance_length():
-    case = golden("25_acceptance_and_variable_prefix.json")[0]
+    case, _ = golden("25_acceptance_and_variable_prefix.json")
     tokens, supervised, logits = [], [], torch.zeros(1, 12, 10)
     for block, (targets, valid) in enumerate(zip(case["target"][0], case["valid"][0], strict=True)):
         tokens, supervised = tokens + [0, *targets], supervised + [0, *valid]
@@ -198,3 +198,18 @@ def test_published_acceptance_length():
     assert measures["accepted tokens a block"] == [case["sum"], case["blocks"]]
     assert case["sum"] / case["blocks"] == case["mean"]
     assert case["sum"] == sum(case["per_block"][0]) + case["blocks"]
+
+
+def test_published_variable_prefix():
+    _, case = golden("25_acceptance_and_variable_prefix.json")
+    tokens, supervised = (torch.tensor(case[name][0]).flatten().tolist() for name in ("target", "block_mask"))
+    sample = anchored(make_sample([0] * 8, supervised, tokens=tokens), [0, 4], prefix_N=torch.tensor(case["prefix"][0]))
+    args = flags(dflash_loss_decay=case["gamma"], dflash_loss="variable-prefix")
+    batch = dflash.layout([sample], 8, args)
+    assert batch.tokens_BQ[0, 8:].tolist() == [1, 2, MASK, MASK, 5, 6, 0, MASK]
+    total, count, measures = scored(batch, torch.tensor(case["logits"]).flatten(1, 2), args)
+    assert count == pytest.approx(case["weight"], rel=1e-6)
+    assert (total / count).item() == pytest.approx(case["loss"], rel=2e-6)
+    assert measures["draft accuracy"] == [case["correct"], case["valid"]]
+    sum_, blocks = measures["accepted tokens a block"]
+    assert sum_ / blocks == case["accept_len"]
