@@ -34,7 +34,9 @@ def flags(**changes) -> SimpleNamespace:
 
 def anchored(sample: Sample, anchors: list[int], kept: list[bool] | None = None, **changes) -> dflash.Anchored:
     """The sample with these anchors, whatever would have been drawn. changes: of the other fields."""
-    drawn = dflash.corrupt(sample, Draws(1, sample.index), flags(dflash_num_anchors=len(anchors)))
+    drawn = dflash.corrupt(
+        sample, Draws(1, sample.index), flags(dflash_num_anchors=len(anchors), dllm_mask_token_id=-1)
+    )
     kept_N = torch.tensor([True] * len(anchors) if kept is None else kept).bool()
     return dataclasses.replace(drawn, anchors_N=torch.tensor(anchors), kept_N=kept_N, **changes)
 
