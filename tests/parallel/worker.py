@@ -91,7 +91,8 @@ class Observation:
                 for tokens in (c.sample.tokens_S, c.x_t_S):
                     tokens[last] = (tokens[last] + 1) % 64
         for c in samples:
-            parts = (c.sample.tokens_S, c.x_t_S, c.noised_S, c.weight_S)
+            parts = [c.sample.tokens_S, c.x_t_S, c.noised_S, c.weight_S]
+            parts += [getattr(c, name) for name in ("anchors_N", "kept_N", "prefix_N") if hasattr(c, name)]
             digest = hashlib.blake2b(b"".join(part.numpy().tobytes() for part in parts), digest_size=8).hexdigest()
             self.result["noise"].setdefault(str(c.sample.index), digest)
 

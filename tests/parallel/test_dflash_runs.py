@@ -1,0 +1,77 @@
+"""Runs that train a draft: resumed in other layouts, exported, and beside a target that is a run itself."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.hf_models import VOCABULARY
+from tests.parallel.families import LAYOUTS
+from tests.parallel.hf import TRAIN, write_words
+from tests.parallel.pool import CaseFailed
+from tests.parallel.test_dflash import DRAFT
+
+
+@pytest.fixture(scope="module")
+def argv(hf_folder, tmp_path_factory):
+    data = write_words(tmp_path_factory.mktemp("data"))
+    return [*TRAIN, "--dflash-target", hf_folder("qwen3 tied")[0], *DRAFT.split(), "--sft-data-path", data]
+
+
+@pytest.fixture(scope="module")
+def trained(pool, argv, tmp_path_factory):
+    """(folder, what was observed) of three steps under TP2, with prefixes to be drawn again."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    processes, flags = LAYOUTS["TP2"]
+    flags = [*flags.split(), *"--train-iters 3 --dflash-loss variable-prefix --save-interval 1".split()]
+    results = pool.run([*argv, *flags, "--save", folder, "--save-hf-interval", 3], processes)
+    return folder, results[-1]
+
+
+@pytest.mark.parametrize("layout", ("1", "DP2"))
+def test_another_layout_goes_on_with_the_same_blocks(pool, argv, trained, layout):
+    folder, straight = trained
+    processes, flags = LAYOUTS.get(layout, (1, ""))
+    flags = [*flags.split(), *"--train-iters 3 --dflash-loss variable-prefix".split()]
+    results = pool.run([*argv, *flags, "--load", folder, "--ckpt-step", 1], processes)
+    assert results[-1]["losses"] == pytest.approx(straight["losses"][1:], rel=1e-5)
+    assert results[-1]["grad_norms"] == pytest.approx(straight["grad_norms"][1:], rel=1e-5)
+    blocks = {index: digest for result in results for index, digest in result["noise"].items()}
+    assert len(blocks) >= 8 and blocks.items() <= straight["noise"].items()
+
+
+def test_a_trained_draft_is_exported(trained, converter, tmp_path):
+    """As a folder of the published layout, which is imported again bit by bit; and while it is trained."""
+    run, _ = trained
+    out, again = tmp_path / "out", tmp_path / "again"
+    converter.run("export", "--load", run, "--save", out)
+    assert "tokens: equal." in converter.run("check", "--hf-model", out, "--load", run)
+    converter.run("import", "--hf-model", out, "--save", tmp_path / "imported")
+    converter.run("export", "--load", tmp_path / "imported", "--save", again)
+    weights = [load_file(folder / "model.safetensors") for folder in (out, again, run / "hf_0000003")]
+    names = "input_layernorm post_attention_layernorm mlp.gate_proj mlp.up_proj mlp.down_proj".split()
+    names += [f"self_attn.{x}" for x in "q_proj k_proj v_proj o_proj q_norm k_norm".split()]
+    expected = {f"layers.{layer}.{name}.weight" for layer in range(2) for name in names}
+    assert set(weights[0]) == expected | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    for others in weights[1:]:
+        assert others.keys() == weights[0].keys()
+        assert all(torch.equal(others[name], tensor) for name, tensor in weights[0].items())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (out, again, run / "hf_0000003")]
+    assert configs[0] == configs[1] == configs[2]
+    assert {key: configs[0][key] for key in ("architectures", "block_size", "num_target_layers", "vocab_size")} == dict(
+        architectures=["DFlashDraftModel"], block_size=4, num_target_layers=4, vocab_size=VOCABULARY
+    )
+    assert configs[0]["dflash_config"] == dict(mask_token_id=2, target_layer_ids=[1, 1])
+    assert configs[0]["mask_token_id"] == 2 and configs[0]["rope_theta"] == 5000
+    assert (out / "tokenizer.json").exists()  # the target's
+
+
+def test_a_target_may_be_a_run(pool, argv, trained, converter, hf_folder, tmp_path):
+    """One imported from that folder gives the same losses; a draft's is refused."""
+    converter.run("import", "--hf-model", hf_folder("qwen3 tied")[0], "--save", tmp_path / "target")
+    flags = [*LAYOUTS["TP2"][1].split(), "--dflash-loss", "variable-prefix", "--train-iters", 3]
+    result = pool.run([*argv, *flags, "--dflash-target", tmp_path / "target"], 2)[-1]
+    assert result["losses"] == trained[1]["losses"]
+    with pytest.raises(CaseFailed, match="holds a draft itself: name the model that it drafts for"):
+        pool.run([*argv, "--dflash-target", trained[0]])
