@@ -104,7 +104,7 @@ def import_folder(options: argparse.Namespace) -> None:
     args = planned.args
     ready = f"for --dllm-mode {args.dllm_mode} (mask token {args.dllm_mask_token_id}) or another"
     if planned.family.draft:
-        ready = "to be exported and checked; training and decoding with a draft are not implemented yet"
+        ready = "to be checked, exported, and trained further beside its target"
     print(
         f"{options.hf_model}: a {planned.family.name} model, {len(planned.source.mapping.hf)} tensors -> "
         f"{done['tensors']} weights, {done['bytes'] / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s.\n"

@@ -80,6 +80,14 @@ def test_variants(drafts, variant):
     family.check(*LAYOUTS["TP2 SP"])
 
 
+def test_bf16_within_its_rounding(drafts):
+    family = drafts("qwen3 tied", "chat")
+    processes, flags = LAYOUTS["TP2 SP"]
+    result = family.run(processes, f"{flags} --bf16 --accumulate-allreduce-grads-in-fp32")[-1]
+    assert close(result["losses"], family.reference["losses"], 2e-2)
+    assert close(result["grad_norms"], family.reference["grad_norms"], 5e-2)
+
+
 def test_distributed_optimizer(drafts):
     flags = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"
     drafts("qwen3 tied", "chat").check(2, flags, gradients=False)

@@ -41,8 +41,9 @@ def test_another_layout_goes_on_with_the_same_blocks(pool, argv, trained, layout
     assert len(blocks) >= 8 and blocks.items() <= straight["noise"].items()
 
 
-def test_a_trained_draft_is_exported(trained, converter, tmp_path):
-    """As a folder of the published layout, which is imported again bit by bit; and while it is trained."""
+def test_a_trained_draft_is_exported(pool, argv, trained, converter, tmp_path):
+    """As a folder of the published layout, which is imported again bit by bit; and while it is trained. The folder and
+    the checkpoint that is made of it are trained further alike."""
     run, _ = trained
     out, again = tmp_path / "out", tmp_path / "again"
     converter.run("export", "--load", run, "--save", out)
@@ -65,6 +66,9 @@ def test_a_trained_draft_is_exported(trained, converter, tmp_path):
     assert configs[0]["dflash_config"] == dict(mask_token_id=2, target_layer_ids=[1, 1])
     assert configs[0]["mask_token_id"] == 2 and configs[0]["rope_theta"] == 5000
     assert (out / "tokenizer.json").exists()  # the target's
+    starts = ["--init-from-hf"], ["--load", tmp_path / "imported"]
+    first, second = (pool.run([*argv, "--hf-model", out, *flags])[-1]["losses"] for flags in starts)
+    assert first == second
 
 
 def test_a_target_may_be_a_run(pool, argv, trained, converter, hf_folder, tmp_path):

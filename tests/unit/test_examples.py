@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dllm.modes import MODES
+from tests.hf_models import make
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,6 +86,12 @@ def tokenizers(tmp_path_factory):
     return {"sp": str(folder / "tokenizer.model"), "hf": str(folder / "hf")}
 
 
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A folder with a model that drafts are trained for."""
+    return make("qwen3", tmp_path_factory.mktemp("target"), shape=dict(max_position_embeddings=4096))[0]
+
+
 @pytest.fixture
 def torchrun(tmp_path, monkeypatch):
     """Puts the recording torchrun on PATH; returns what runs a script and lists the recorded calls."""
@@ -117,8 +124,8 @@ def case(call: list[str], tokenizer_of: dict) -> dict:
 
 
 @pytest.mark.parametrize("script", LAUNCHERS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_launch_script_is_a_legal_command(script, torchrun, tokenizers, tmp_path):
-    calls = torchrun(["bash", str(script)], CHAT=str(tmp_path / "chat.jsonl"))
+def test_launch_script_is_a_legal_command(script, torchrun, tokenizers, target, tmp_path):
+    calls = torchrun(["bash", str(script)], CHAT=str(tmp_path / "chat.jsonl"), TARGET=target, MASK_TOKEN="2")
     (error,) = parse([case(calls[-1], tokenizers)])
     assert error is None
 
