@@ -18,6 +18,7 @@ import torch
 from megatron.training import get_args
 
 from megatron_dllm.data.tokenizer import Tokenizer
+from megatron_dllm.generation import dflash
 from megatron_dllm.generation.config import Completion, GenerationConfig
 from megatron_dllm.generation.network import Network
 from megatron_dllm.generation.prompts import Canvas, Prompt, build_canvases
@@ -78,7 +79,10 @@ def _batches(
     model: torch.nn.Module, tokenizer: Tokenizer, canvases: list[Canvas], config: GenerationConfig, args, observe
 ) -> Iterator[Completion]:
     mode = get_mode(args.dllm_mode)
-    network = Network(model, tokenizer.vocab_size, mode.FULL_WITHIN_DOCUMENT)
+    if args.dllm_mode == "dflash":
+        write, network = dflash.run, dflash.Pair(model, tokenizer.vocab_size, args.dllm_mask_token_id)
+    else:
+        write, network = run, Network(model, tokenizer.vocab_size, mode.FULL_WITHIN_DOCUMENT)
     decoding = Decoding(config, mode.reverse, args.dllm_mask_token_id, tokenizer.eos_id, tokenizer.vocab_size, args)
     make = row_type(args, config)
     for batch in batched(canvases, max(1, min(config.batch_size, len(canvases)))):  # it makes room for so many
@@ -87,7 +91,7 @@ def _batches(
         try:
             with torch.inference_mode():
                 rows = [make(canvas, decoding) for canvas in batch]
-                run(rows, network, observe)
+                write(rows, network, observe)
         finally:
             model.train(was_training)
         yield from (completion_of(row, tokenizer, config) for row in rows)

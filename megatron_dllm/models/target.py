@@ -163,6 +163,10 @@ class Target:
         """[S, B, F] hidden states of the layers side by side, of this rank's part of the sequence (attributes: of all
         of it, like a DiffusionLM's)."""
         self.model(tokens_BS, position_ids_BS, attributes_BSA, rows_N=tokens_BS.new_zeros(0))
+        return self.taken()
+
+    def taken(self) -> torch.Tensor:
+        """[S, B, F] of the pass that has just been made; once."""
         features_SBF = torch.cat([self._outputs[place] for place in self._layers], dim=-1)
         self._outputs.clear()
         return features_SBF
