@@ -37,8 +37,10 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Commit:
-    """Tokens that one step wrote: their places in the row, and how much each was trusted (a probability, a random number
-    with random remasking, or None where nothing was predicted: the EOS that fills a finished answer)."""
+    """Tokens that one step wrote: their places in the row, and how much each was trusted.
+
+    trust: probabilities, random numbers with random remasking, or None where nothing was predicted: EOS that fills up
+    """
 
     step: int
     places: list[int]
