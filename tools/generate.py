@@ -39,6 +39,7 @@ _PLAN = dict(
     chat_template="chat_template",
     dllm_mask_token_id="mask_token_id",
     bf16="bf16",
+    fp32="fp32",
     trust_remote_code="trust_remote_code",
 )
 
@@ -73,6 +74,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--chat-template", metavar="FILE", help="where the chat template is now, or another one")
     add("--dllm-mask-token-id", type=int, metavar="ID", help="must be the id that the model was trained with")
     add("--bf16", action="store_true", help="compute in bf16; default: the precision of training")
+    add("--fp32", action="store_true", help="compute in fp32")
     add("--trust-remote-code", action="store_true", help="run the Python code of a tokenizer that comes with some")
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
@@ -108,15 +110,7 @@ def _with_hyphens(word: str) -> str:
 
 
 def check_options(options: argparse.Namespace) -> GenerationConfig:
-    """How to decode. Raises ValueError (one sentence) for flags that do not go together."""
-    if (options.load is None) == (options.hf_model is None):
-        raise ValueError(
-            "the model is in --load (a checkpoint) or --hf-model (a Hugging Face folder): give one of them."
-        )
-    if options.hf_model is not None and hasattr(options, "ckpt_step"):
-        raise ValueError("--ckpt-step chooses an iteration of --load, and --hf-model has none: drop one.")
-    if options.load is not None and hasattr(options, "dllm_mode"):
-        raise ValueError("a checkpoint knows its own mode: leave out --dllm-mode, which is for --hf-model.")
+    """How to decode. Raises ValueError (one sentence) for flags that do not go together; `plan` checks the model's."""
     if options.messages_file is not None and (options.raw or options.infill):
         raise ValueError("--messages-file needs the chat template: leave out --raw and --infill.")
     objects = options.json or options.prompts_file is not None
