@@ -24,7 +24,7 @@ def _preset(source: str, **options: Any) -> Preset:
 
 
 _LLADA2_1 = dict(sampler="llada2", max_post_steps=16, stop_at_eos=True)
-_FAST_DLLM = dict(sampler="llada", max_new_tokens=128, gen_block_length=32, threshold=0.9)
+_FAST_DLLM = dict(sampler="llada", gen_block_length=32, threshold=0.9)
 
 PRESETS: dict[str, Preset] = {
     "llada": _preset(
@@ -92,7 +92,7 @@ PRESETS: dict[str, Preset] = {
         stop_at_eos=True,
     ),
     "fast_dllm": _preset(
-        "Fast-dLLM (arXiv:2505.22618), defaults of its scripts: parallel decoding without a cache", **_FAST_DLLM
+        "Fast-dLLM (arXiv:2505.22618), defaults of its code: parallel decoding, without a cache", **_FAST_DLLM
     ),
     "fast_dllm_prefix": _preset(
         "Fast-dLLM (arXiv:2505.22618), the same with its prefix cache (approximate)", **_FAST_DLLM, cache="prefix"

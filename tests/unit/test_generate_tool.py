@@ -1,16 +1,18 @@
 """tools/generate.py around the samplers: flags, presets, prompts from files, answers to files, and what it refuses."""
 
 import json
+import re
 from argparse import Namespace
 
 import pytest
 
 from megatron_dllm import generation
 from megatron_dllm.generation import GenerationConfig
+from megatron_dllm.generation.config import flag
 from megatron_dllm.generation.options import decoding_config
 from megatron_dllm.generation.presets import PRESETS, apply_preset
-from megatron_dllm.generation.samplers import check_sampler, sampler_name
-from tests.unit.generate_tool import BYTES, RUN, Letters, tool
+from megatron_dllm.generation.samplers import _ALWAYS, SAMPLERS, check_sampler, sampler_name
+from tests.unit.generate_tool import BYTES, RUN, TOOL, Letters, tool
 
 __all__ = ["tool"]  # a fixture
 
@@ -200,3 +202,35 @@ def test_bad_input_is_one_sentence_before_there_is_a_model(tool, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     file = write_lines(tmp_path / "in.jsonl", dict(prompt="a"))
     refused(tool, BAD[flags], *flags.format(file=file, folder=tmp_path).split())
+
+
+# --- what the documentation says ----------------------------------------------------------------------------------
+
+DOCUMENT = (TOOL.parents[1] / "docs/generation.md").read_text()
+
+
+def test_the_documented_presets_are_those():
+    rows = [
+        f"| `{name}` | `{' '.join(map(flag_of, preset.options, preset.options.values()))}` | {preset.source} |"
+        for name, preset in PRESETS.items()
+    ]
+    assert "\n".join(rows) in DOCUMENT
+
+
+def flag_of(name, value):
+    return flag(name) if value is True else f"{flag(name)} {value}"
+
+
+def test_the_documented_options_are_read_by_those_samplers():
+    table = re.findall(r"^\| (`--[^|]+) \|[^|]*\| ([^|]+) \|[^|]*\|$", DOCUMENT, re.M)
+    read_by = {name: readers for names, readers in table for name in re.findall("--[a-z-]+", names)}
+    assert set(read_by) == {flag(field) for field in GenerationConfig.__dataclass_fields__}
+    for name, readers in read_by.items():
+        field = name[2:].replace("-", "_")
+        reading = {sampler for sampler, one in SAMPLERS.items() if field in _ALWAYS | one.options}
+        if readers == "all":
+            assert reading == set(SAMPLERS)
+        elif readers.startswith("all but "):
+            assert reading == set(SAMPLERS) - set(readers.removeprefix("all but ").split(" and "))
+        elif field != "gap_length":  # which is infill's
+            assert reading == set(readers.split(", ")) | ({"llada2"} if field == "gen_block_length" else set())
