@@ -85,7 +85,7 @@ def _as_data(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
         trust = commit.trust or [None] * len(commit.ids)
         for place, id, value in zip(commit.places, commit.ids, trust, strict=True):
             known = value is not None and math.isfinite(value)
-            events.append([commit.step, place, id, round(value, 4) if known else None])
+            events.append([commit.step, place, id, float(f"{value:.4g}") if known else None])
     given = [id for id in trace.tokens[: trace.start or None] if id != trace.mask_id]
     label = visible_text(tokenizer.decode(given, show_special=True)).replace("·", " ")
     return dict(
@@ -171,6 +171,7 @@ function colour(share) {
   return `rgb(${ends[0].map((from, i) => Math.round(from + (ends[1][i] - from) * part)).join(",")})`;
 }
 const piece = id => data.pieces[id][0];
+const digits = value => Number(value.toPrecision(3));
 const quoted = id => JSON.stringify(piece(id));
 const upTo = place => pasts[place].filter(event => event[0] <= step);
 
@@ -221,7 +222,7 @@ function show(wanted) {
   });
   get("status").textContent = `step ${step} of ${trace.steps} (${trace.forwards} forwards in all): ` +
     `${written} written` + (over ? `, ${over} of them over another token` : "") +
-    (known ? `, mean confidence ${(sum / known).toFixed(2)}` : "") + `; ${masked} masked`;
+    (known ? `, mean confidence ${digits(sum / known)}` : "") + `; ${masked} masked`;
 }
 
 function said(place) {
@@ -229,7 +230,7 @@ function said(place) {
   let before = null;
   for (const [when, id, trust] of upTo(place)) {
     lines.push(`step ${when}: ${quoted(id)} (id ${id}), ` +
-      (trust === null ? "not predicted" : `confidence ${trust.toFixed(3)}`) +
+      (trust === null ? "not predicted" : `confidence ${digits(trust)}`) +
       (before === null ? "" : `, over ${quoted(before)}`));
     before = id;
   }
