@@ -54,6 +54,14 @@ def test_a_stream_ends_as_the_text(tool, name):
     assert streamed == (0, out, "")
 
 
+def test_objects_go_to_a_file_beside_a_stream(tool, tmp_path):
+    words, args, _ = loop("blocks")
+    plain = tool(*words, "--batch-size", 1, **args)[1]
+    assert tool(*words, "--stream", "--output", tmp_path / "out.jsonl", **args) == (0, plain, "")
+    texts = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert "\n\n".join(texts) + "\n" == plain
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_nothing_is_written_that_is_taken_back(name, tool, monkeypatch):
     said = []
