@@ -24,6 +24,7 @@ from megatron_dllm.generation.network import Network
 from megatron_dllm.generation.prompts import Canvas, Prompt, build_canvases
 from megatron_dllm.generation.rows import Decoding, Row, run
 from megatron_dllm.generation.samplers import check_canvases, check_sampler, row_type
+from megatron_dllm.generation.streaming import spoken
 from megatron_dllm.modes import get_mode
 
 __all__ = ["Completion", "GenerationConfig", "Prompt", "check_sampler", "generate", "stream"]
@@ -47,10 +48,13 @@ def generate(
     return list(stream(model, tokenizer, prompts, config))
 
 
-def prepare(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: GenerationConfig, args) -> list[Canvas]:
-    """The canvases of a run with `args`; ValueError as `generate` raises it, before there is a model."""
+def prepare(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, config: GenerationConfig, args, names: Sequence[str] | None = None
+) -> list[Canvas]:
+    """The canvases of a run with `args`; ValueError as `generate` raises it, before there is a model. names: what it
+    calls the prompts."""
     check_sampler(args, config, tokenizer)
-    canvases = build_canvases(prompts, tokenizer, config, args.dllm_mask_token_id, args.max_position_embeddings)
+    canvases = build_canvases(prompts, tokenizer, config, args.dllm_mask_token_id, args.max_position_embeddings, names)
     check_canvases(canvases, args, config)
     return canvases
 
@@ -99,11 +103,8 @@ def _batches(
 
 def completion_of(row: Row, tokenizer: Tokenizer, config: GenerationConfig) -> Completion:
     ids = row.tokens[row.start :].tolist()
-    shown = ids
-    if not config.infill and tokenizer.eos_id in ids:
-        shown = ids[: ids.index(tokenizer.eos_id)]
     return Completion(
-        text=tokenizer.decode(shown),
+        text=tokenizer.decode(spoken(ids, tokenizer.eos_id, config.infill)),
         ids=ids,
         steps=row.steps,
         forwards=row.forwards,

@@ -153,6 +153,6 @@ def _check_blocks(name: str, args: Namespace, config: GenerationConfig, what: st
 def check_canvases(canvases: list[Canvas], args: Namespace, config: GenerationConfig) -> None:
     """ValueError for a prompt that the sampler cannot begin with."""
     name = sampler_name(args, config)
-    empty = [number for number, canvas in enumerate(canvases, 1) if canvas.start == 0]
+    empty = [canvas.name for canvas in canvases if canvas.start == 0]
     if SAMPLERS[name].causal and empty:
-        raise ValueError(f"prompt {empty[0]} is empty, and --sampler {name} continues a token: give at least one.")
+        raise ValueError(f"{empty[0]} is empty, and --sampler {name} continues a token: give at least one.")
