@@ -25,7 +25,9 @@ def plan(path: str, *, tensor_model_parallel_size: int = 1, **options) -> load.P
         )
     with _world_of(tp):
         planned = load.plan(path, tensor_model_parallel_size=tp, **options)
-    planned.args.world_size, planned.args.data_parallel_size = world, world // tp
+    args = planned.args
+    args.world_size, args.data_parallel_size = world, world // tp
+    args.global_batch_size = args.micro_batch_size * args.data_parallel_size  # Megatron divides it at start-up
     return planned
 
 
