@@ -93,6 +93,8 @@ def import_harness():
     """(lm_eval, its TaskManager). ValueError if it is not installed."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstrap would fork processes that share our sockets
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if int(os.environ.get("RANK", "0")):
+        os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar a job
     try:
         import datasets
         import lm_eval
@@ -168,7 +170,8 @@ def prepare(options: argparse.Namespace):
             asked = getattr(task.config, "generation_kwargs", None) or {}
             check_answer(answer_tokens(asked, options.max_new_tokens), args.max_position_embeddings)
     if options.apply_chat_template:
-        chat_text([dict(role="user", content="Why?")], tokenizer)
+        turn = [dict(role="user", content="Why?"), dict(role="assistant", content="So.")]
+        chat_text([*turn, turn[0]], tokenizer)  # as with --num-fewshot
     return lm_eval, manager, names, planned, config
 
 
@@ -197,6 +200,7 @@ def main() -> None:
             max_new_tokens=options.max_new_tokens,
             steps=options.steps,
             temperature=options.temperature,
+            chat=options.apply_chat_template,
         )
     loaded_at = time.perf_counter()
     try:

@@ -11,10 +11,12 @@ Texts become ids as at training: no BOS or EOS is added. Only where a likelihood
 continuation, both are encoded together, and a context that does not fit loses its beginning.
 """
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from lm_eval.api.model import LM
 
@@ -37,6 +39,7 @@ class EvaluatedModel(LM):
     max_new_tokens   at most so many, also where a task allows more
     steps            denoising steps of an answer; default one for each token
     temperature      default: the task's where it samples, else 0
+    chat             texts come from the chat template: names of special tokens in them are read as these tokens
     Methods raise ValueError (one sentence) for requests that do not fit the model.
     """
 
@@ -53,9 +56,11 @@ class EvaluatedModel(LM):
         max_new_tokens: int | None = None,
         steps: int | None = None,
         temperature: float | None = None,
+        chat: bool = False,
     ):
         super().__init__()
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
+        self._encode = partial(encode_chat, tokenizer=loaded.tokenizer) if chat else loaded.tokenizer.encode
         self._kind = kind_of(loaded.args, likelihood)
         self._options = dict(
             likelihood=self._kind, num_draws=num_draws, batch_size=batch_size, seed=seed, check_greedy=check_greedy
@@ -78,7 +83,7 @@ class EvaluatedModel(LM):
     def loglikelihood_rolling(self, requests) -> list[float]:
         """Nats of each whole text, cut into windows of the model's positions (likelihood.windows)."""
         prefix = self._prefix() if self._kind == EXACT else []
-        texts = [windows(self._tokenizer.encode(text), self._positions, prefix) for (text,) in _arguments(requests)]
+        texts = [windows(self._encode(text), self._positions, prefix) for (text,) in _arguments(requests)]
         scores = iter(self._score([window for text in texts for window in text]))
         return [sum(next(scores).nats for _ in text) for text in texts]
 
@@ -137,12 +142,11 @@ class EvaluatedModel(LM):
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
-        encode = self._tokenizer.encode
         if not context:
-            return (self._prefix() if self._kind == EXACT else []), encode(continuation)
-        before, whole = encode(context), encode(context + continuation)
+            return (self._prefix() if self._kind == EXACT else []), self._encode(continuation)
+        before, whole = self._encode(context), self._encode(context + continuation)
         if whole[: len(before)] != before:  # a token would belong to both
-            return before, encode(continuation)
+            return before, self._encode(continuation)
         return before, whole[len(before) :]
 
     def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
@@ -156,7 +160,7 @@ class EvaluatedModel(LM):
 
     def _prompt(self, text: str, new: int) -> list[int]:
         check_answer(new, self._positions)
-        return self._shorten(self._tokenizer.encode(text), self._positions - new)
+        return self._shorten(self._encode(text), self._positions - new)
 
     def _shorten(self, context: list[int], longest: int) -> list[int]:
         if len(context) <= longest:
@@ -217,13 +221,25 @@ def cut(text: str, stops: Sequence[str]) -> str:
     return text[: min((end for end in ends if end >= 0), default=len(text))]
 
 
+def encode_chat(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a text in which special tokens are written by name, as data/chat.py reads conversations."""
+    if tokenizer.hf is not None:
+        return tokenizer.encode(text)
+    ids = {
+        tokenizer.special_text(i): i for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if i is not None
+    }
+    pieces = re.split("(" + "|".join(map(re.escape, ids)) + ")", text) if ids else [text]
+    return [i for piece in pieces if piece for i in ([ids[piece]] if piece in ids else tokenizer.encode(piece))]
+
+
 def chat_text(messages: Sequence[Message], tokenizer: Tokenizer) -> str:
-    """A conversation through the chat template, as text. ValueError if the tokenizer reads that text differently:
-    special tokens that only the template can write would become words."""
+    """A conversation through the chat template, as text. ValueError if it cannot be read back: then the template
+    writes what the tokenizer reads otherwise."""
     ids = render_prompt(messages, tokenizer)
     text = tokenizer.decode(ids, show_special=True)
-    if tokenizer.encode(text) != ids:
+    if encode_chat(text, tokenizer) != ids:
         raise ValueError(
-            "the tokenizer does not read its special tokens in text, which --apply-chat-template needs: leave it out."
+            "the tokenizer reads the chat template's text otherwise than the template means it: leave out "
+            "--apply-chat-template."
         )
     return text

@@ -21,7 +21,7 @@ TEXTS = [json.loads(line)["text"] for line in (TASKS / "texts.jsonl").read_text(
 pytestmark = pytest.mark.eval
 pytest.importorskip("lm_eval")
 
-from megatron_dllm.evaluation.lm import chat_text, cut  # noqa: E402  (imports lm-eval)
+from megatron_dllm.evaluation.lm import chat_text, cut, encode_chat  # noqa: E402  (imports lm-eval)
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +97,17 @@ def test_one_process_two_copies_and_two_halves_answer_alike(checkpoints, tmp_pat
 
 def test_stop_strings_and_chats():
     assert cut("one two", ["two", "wo", ""]) == "one " and cut("one", []) == "one"
-    assert chat_text([dict(role="user", content="Why?")], ByteLevel()) == "User:\nWhy?\n\nAssistant:\n"
-    bos = ByteLevel("{{ eos_token }}{{ messages[0].content }}")
-    with pytest.raises(ValueError, match="does not read its special tokens"):
-        chat_text([dict(role="user", content="Why?")], bos)
+    why, so = dict(role="user", content="Why?"), dict(role="assistant", content="So.")
+    text = "User:\nWhy?\n\nAssistant:\nSo.<eos>User:\nWhy?\n\nAssistant:\n"
+    assert chat_text([why, so, why], ByteLevel()) == text
+    assert encode_chat(text, ByteLevel()).count(257) == 1
+    with pytest.raises(ValueError, match="reads the chat template's text otherwise"):
+        chat_text([why], Shouting())
+
+
+class Shouting(ByteLevel):
+    def decode(self, *args, **options):
+        return super().decode(*args, **options).upper()
 
 
 @pytest.mark.parametrize(
