@@ -90,6 +90,19 @@ def test_a_causal_stream_is_exact_and_knows_what_is_greedy(mode):
     assert statistics.forwards == 5 and statistics.seconds > 0
 
 
+def test_the_mask_is_never_what_greedy_decoding_writes():
+    best = int(log_q(loaded_of("mdlm", rule=causal), [1])[-1].argmax())
+    models = loaded_of("mdlm", rule=causal), loaded_of("idlm")
+    for loaded in models:  # the mask looks like the likeliest token, only more so
+        with torch.no_grad():
+            loaded.model.output_layer.weight[MASK] = 1.5 * loaded.model.output_layer.weight[best]
+    row = log_q(models[0], [1])[-1]
+    assert row.argmax() == MASK
+    found = loglikelihood(models[1], [([1], [best]), ([1], [best - 1])])
+    assert [score.is_greedy for score in found] == [True, False]
+    assert found[0].nats == pytest.approx(row[best].item(), rel=1e-5)  # the mask keeps its probability
+
+
 def test_blocks_of_one_token_are_the_autoregressive_likelihood():
     """bd3lm: Σ of -log q(x_i | x_<i), each from a forward of its own over [x_<i, mask]; also without a context."""
     scores = lambda tokens: log_q(loaded_of("mdlm", rule=causal), tokens)[-1]
@@ -179,6 +192,16 @@ def _inclusion(size: int) -> torch.Tensor:
 def test_scdd_without_random_tokens_is_mdlm_that_never_predicts_the_mask():
     (found,) = loglikelihood(loaded_of("scdd"), [(CONTEXT, TEXT[:3])], num_draws=3000, batch_size=256)
     assert -found.nats == pytest.approx(subsets_bound(CONTEXT, TEXT[:3], without_mask=True), rel=0.05)
+
+
+def test_levels_of_scdd_are_all_of_its_chain():
+    """As published, level T counts as T - 1."""
+    loaded = loaded_of("scdd")
+    loaded.args.scdd_timesteps = 10
+    sample = module._sample(1, (CONTEXT, TEXT), loaded.args, "bound")
+    noised = estimator_of(False, loaded.args, 10, seed=3).corrupt(sample)
+    assert sorted(round(10 * c.level_S[0].item()) for c in noised) == [*range(1, 10), 9]
+    assert all(c.weight_S.tolist() == [0.0] * len(CONTEXT) + [pytest.approx(0.1)] * len(TEXT) for c in noised)
 
 
 # --- what nothing depends on ------------------------------------------------------------------------------------------
