@@ -6,7 +6,7 @@
 Multiple choice and perplexity need likelihoods: exact for models with an autoregressive stream (hybrid, idlm), else the
 bound that the model was trained with, estimated with --num-draws passes. Tasks that generate use the model's sampler.
 Every process, or every --tensor-model-parallel-size processes, hold a copy of the model and answer a share of the
-requests; the results are the same. Needs the extra: pip install 'megatron-dllm[eval]'.
+requests; the results are the same. Needs the extra: pip install -e '.[eval]'.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def import_harness():
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ValueError(f"lm-eval cannot be imported ({error}): pip install 'megatron-dllm[eval]'.") from error
+        raise ValueError(f"lm-eval cannot be imported ({error}): pip install -e '.[eval]'.") from error
     datasets.disable_progress_bars()
     return lm_eval, TaskManager
 

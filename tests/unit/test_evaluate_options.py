@@ -24,7 +24,7 @@ def tool():
 @pytest.mark.parametrize(
     ("words", "argv"),
     [
-        ("pip install 'megatron-dllm[eval]'", []),
+        ("pip install -e '.[eval]'", []),
         ("--num-draws is 0: give at least 1", ["--num_draws=0"]),
         ("--num-fewshot is -1: give at least 0", ["--num-fewshot", "-1"]),
         ("is no folder", ["--include-path", "/nowhere"]),

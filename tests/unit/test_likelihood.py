@@ -163,13 +163,16 @@ def test_masks_have_exact_counts_spread_evenly_and_the_right_expectation():
     everything_NL, weight_N = masks(9, 511, g)
     assert len(everything_NL) == 511 and len(everything_NL.unique(dim=0)) == 511
     exact = cost(everything_NL) @ weight_N
-    drawn = []
+    drawn, with_rates = [], []
     for _ in range(300):
         masked_NL, weight_N = masks(9, 18, g)
         assert masked_NL.sum(1).bincount(minlength=10).tolist() == [0, *[2] * 9]  # every size equally often
         drawn.append((cost(masked_NL) @ weight_N).item())
-    drawn = torch.tensor(drawn)
+        p_N = 1e-3 + (1 - 1e-3) * torch.rand(18, generator=g)  # the noise of training
+        with_rates.append((cost(torch.rand(18, 9, generator=g) < p_N[:, None]) / p_N).mean().item())
+    drawn, with_rates = torch.tensor(drawn), torch.tensor(with_rates)
     assert abs(drawn.mean() - exact) < 3.5 * drawn.std() / 300**0.5
+    assert drawn.std() < 0.5 * with_rates.std()
     assert [passes(length, 128) for length in (1, 3, 7, 8, 10_000)] == [1, 7, 127, 128, 128]
 
 
