@@ -17,10 +17,9 @@ import time
 
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail
+from megatron_dllm.evaluation import AUTO, BOUND, LIKELIHOODS
 from megatron_dllm.generation.config import REMASKING, GenerationConfig
 from megatron_dllm.launch import quiet
-
-KINDS = ("auto", "exact", "bound")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -48,7 +47,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--output-path", metavar="FILE", help="write all results as JSON")
     add("--log-samples", action="store_true", help="every question and answer too, in --output-path")
     add = parser.add_argument_group("likelihood").add_argument
-    add("--likelihood", choices=KINDS, default="auto", help="auto: exact where the model has it (%(default)s)")
+    add("--likelihood", choices=LIKELIHOODS, default=AUTO, help="auto: exact where the model has it (%(default)s)")
     add("--num-draws", type=int, default=128, metavar="N", help="passes a bound is estimated with (%(default)s)")
     add("--check-greedy", action="store_true", help="bounds: decode every continuation for metrics that ask whether it "
         "is the greedy one; default: it never is")  # fmt: skip
@@ -162,7 +161,11 @@ def prepare(options: argparse.Namespace):
         manager, names, tasks = find_tasks(TaskManager, options.tasks, options.include_path)
     kinds = {task.OUTPUT_TYPE for task in tasks.values()}
     if kinds - {"generate_until"}:
-        kind_of(args, options.likelihood)
+        bound = kind_of(args, options.likelihood) == BOUND
+        if bound and "loglikelihood" in kinds and not options.check_greedy and os.environ.get("RANK", "0") == "0":
+            print(
+                "Without --check-greedy no answer counts as greedy: metrics that ask for that are 0.", file=sys.stderr
+            )
     if "generate_until" in kinds or options.check_greedy:
         check_sampler(args, config, tokenizer)
     for task in tasks.values():

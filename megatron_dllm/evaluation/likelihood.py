@@ -17,7 +17,6 @@ one question are compared on equal masks. Differences between batches are those 
 Shapes: S tokens of context and continuation, B rows of a batch, N passes of one request.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import batched
@@ -27,6 +26,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_dllm.data.sample import Sample
+from megatron_dllm.evaluation import AUTO, BOUND, EXACT, LIKELIHOODS
 from megatron_dllm.evaluation.estimators import CLEAN_TERM, estimator_of
 from megatron_dllm.evaluation.replicas import share_out
 from megatron_dllm.generation.load import Loaded
@@ -34,7 +34,6 @@ from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import Corrupted
 from megatron_dllm.parallel import shard
 
-AUTO, EXACT, BOUND = KINDS = ("auto", "exact", "bound")
 BOUNDED = ("bd3lm", "hybrid", "mdlm", "scdd")
 
 Request = tuple[Sequence[int], Sequence[int]]
@@ -50,10 +49,9 @@ class Score(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Filled in by `loglikelihood`: sequences that went through the network, on all copies, and seconds."""
+    """Added up by `loglikelihood`: sequences that went through the network, on all copies together."""
 
     forwards: int = 0
-    seconds: float = 0.0
 
 
 def kind_of(args, likelihood: str = AUTO) -> str:
@@ -63,7 +61,7 @@ def kind_of(args, likelihood: str = AUTO) -> str:
         likelihood = EXACT if mode in CLEAN_TERM else BOUND
     offering = {EXACT: sorted(CLEAN_TERM), BOUND: sorted(BOUNDED)}
     if likelihood not in offering:
-        raise ValueError(f"--likelihood {likelihood} is unknown: choose one of {', '.join(KINDS)}.")
+        raise ValueError(f"--likelihood {likelihood} is unknown: choose one of {', '.join(LIKELIHOODS)}.")
     if mode not in offering[likelihood]:
         raise ValueError(
             f"a model trained with --dllm-mode {mode} has no {likelihood} likelihood: --likelihood {likelihood} is for "
@@ -96,7 +94,7 @@ def loglikelihood(
     Raises ValueError (one sentence): a likelihood that the mode does not have, more tokens than positions, a mask token
     or an unknown id in a request, an exact likelihood without any context.
     """
-    args, began = loaded.args, time.perf_counter()
+    args = loaded.args
     kind = kind_of(args, likelihood)
     if num_draws < 1 or batch_size < 1:
         raise ValueError(f"num_draws {num_draws} and batch_size {batch_size} must be at least 1.")
@@ -118,7 +116,6 @@ def loglikelihood(
         greedy = _decoded(loaded, requests, batch_size) if check_greedy else [not x for _, x in requests]
     if statistics is not None:
         statistics.forwards += len(rows)
-        statistics.seconds += time.perf_counter() - began
     return [Score(-value if value else 0.0, right) for value, right in zip(values, greedy, strict=True)]
 
 
@@ -128,7 +125,8 @@ def windows(ids: Sequence[int], longest: int, prefix: Sequence[int] = ()) -> lis
     ids, prefix = list(ids), list(prefix)
     out, start = [], 0
     while start < len(ids):
-        end = min(len(ids), longest - len(prefix) if start == 0 else start + longest - 1)
+        scored = longest - (1 if start else len(prefix))
+        end = min(len(ids), start + max(1, scored))
         out.append((ids[max(0, end - longest) : start] if start else prefix, ids[start:end]))
         start = end
     return out

@@ -23,7 +23,8 @@ from lm_eval.api.model import LM
 from megatron_dllm.data.chat import render_prompt
 from megatron_dllm.data.messages import Message
 from megatron_dllm.data.tokenizer import Tokenizer
-from megatron_dllm.evaluation.likelihood import AUTO, EXACT, Score, Statistics, kind_of, loglikelihood, windows
+from megatron_dllm.evaluation import AUTO, EXACT
+from megatron_dllm.evaluation.likelihood import Score, Statistics, kind_of, loglikelihood, windows
 from megatron_dllm.evaluation.replicas import share_out
 from megatron_dllm.generation import GenerationConfig, generate
 from megatron_dllm.generation.load import Loaded

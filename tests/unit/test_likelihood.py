@@ -87,7 +87,7 @@ def test_a_causal_stream_is_exact_and_knows_what_is_greedy(mode):
     assert found[0].nats == pytest.approx(expected, rel=1e-5)
     assert [score.is_greedy for score in found[:3]] == [False, True, False]
     assert found[3].nats + found[4].nats == pytest.approx(expected, rel=1e-5)  # the context is never scored
-    assert statistics.forwards == 5 and statistics.seconds > 0
+    assert statistics.forwards == 5
 
 
 def test_the_mask_is_never_what_greedy_decoding_writes():
