@@ -31,6 +31,7 @@ from megatron_dllm.launch import quiet
 # flags of the model, and what `generation.load.plan` calls them
 _PLAN = dict(
     hf_model="hf_model",
+    target="target",
     ckpt_step="step",
     dllm_mode="mode",
     tensor_model_parallel_size="tensor_model_parallel_size",
@@ -63,6 +64,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--load", default=None, metavar="DIR", help="a training run's folder, or an iter_ folder in it")
     add("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     add("--hf-model", default=None, metavar="DIR", help="a Hugging Face folder of one of the families instead")
+    add("--target", metavar="DIR", help="of a draft: the model it drafts for; default: the one of its training")
     add(
         "--dllm-mode",
         metavar="MODE",

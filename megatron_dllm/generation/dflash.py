@@ -114,7 +114,7 @@ class Pair:
         tokens_BQ = torch.full((B, n), self._mask_id)
         positions_BT = torch.zeros(B, S + n, dtype=torch.int64)
         attributes_BTA = torch.zeros(B, S + n, NUM_ATTRIBUTES + 1, dtype=torch.int32)
-        attributes_BTA[..., DOCUMENT] = -1
+        attributes_BTA[..., DOCUMENT] = attributes_BTA[..., BLOCK] = -1  # padding is of no block either
         for b, one in enumerate(guesses):
             s, own = len(one.features), slice(S, S + one.count + 1)
             features_SBF[:s, b] = one.features
@@ -123,9 +123,8 @@ class Pair:
             positions_BT[b, :s] = torch.arange(one.first, anchor)
             positions_BT[b, own] = torch.arange(anchor, anchor + one.count + 1)
             attributes_BTA[b, :s, DOCUMENT] = attributes_BTA[b, own, DOCUMENT] = 0
-            attributes_BTA[b, own, ANCHOR] = anchor
+            attributes_BTA[b, own, ANCHOR], attributes_BTA[b, own, BLOCK] = anchor, 0
         attributes_BTA[:, :S, STREAM], attributes_BTA[:, S:, STREAM] = CONTEXT, NOISY
-        attributes_BTA[:, :S, BLOCK] = -1
         attributes_BTA[..., POSITION] = positions_BT
         cache.begin(attributes_BTA, [one.cached for one in guesses])
         for attention in self._attentions:

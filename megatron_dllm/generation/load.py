@@ -188,7 +188,7 @@ def _imported(
     if step is not None:
         raise ValueError("--ckpt-step is an iteration of --load, and --hf-model has none: leave it out.")
     family = family_of(read_config(hf_model))
-    if mode is None and family.mode is None:
+    if mode is None and family.mode is None and not family.draft:
         raise ValueError(
             f"{hf_model} holds a {family.name} model, which is autoregressive unless it was trained further: say what "
             "it was trained as by --dllm-mode (to continue a text token by token: --dllm-mode hybrid --mode ar)."

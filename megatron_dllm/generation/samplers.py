@@ -57,8 +57,7 @@ SAMPLERS = {
     ),
 }
 _OF_DIFFUSION = {"steps", "steps_per_block", "remasking", "threshold"}  # what the other modes of a causal model ignore
-_DEFAULTS = {"mdlm": "llada", "scdd": "scdd", "bd3lm": "llada2", "hybrid": "nemotron", "idlm": "idlm"}
-_DEFAULTS["dflash"] = "dflash"
+_DEFAULTS = dict(mdlm="llada", scdd="scdd", bd3lm="llada2", hybrid="nemotron", idlm="idlm", dflash="dflash")
 
 
 def sampler_name(args: Namespace, config: GenerationConfig) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron_dllm.modes.base import DOCUMENT, Rule
+from megatron_dllm.modes.base import Rule
 
 _ROOM = 64  # slots that a cache grows by at least
 
@@ -39,8 +39,7 @@ class KeyValueCache:
         self._slots_BQ = first_B[:, None] + torch.arange(Q)
         self._extent = int(first_B.max()) + Q
         self._reserve(self._extent)
-        unused_BK = torch.arange(self._attributes_BKA.shape[1]) >= first_B[:, None]
-        self._attributes_BKA[..., DOCUMENT].masked_fill_(unused_BK, -1)
+        self._used_BK = torch.arange(self._extent) < first_B[:, None] + Q
         self._attributes_BKA[torch.arange(B)[:, None], self._slots_BQ] = attributes_BQA
         self._queries_BQA = attributes_BQA
         self._masks = {}
@@ -93,6 +92,7 @@ class KeyValueCache:
         if place not in self._masks:
             queries_BQA = self._queries_BQA[:, -len(query) :]
             allowed = visible(queries_BQA[:, :, None], self._attributes_BKA[:, None, : self._extent])
+            allowed &= self._used_BK[:, None]  # what earlier passes left behind is no one's, whatever the rule
             mask = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill_(~allowed, float("-inf"))
             self._masks[place] = mask[:, None].to(query.device)
         return self._masks[place]

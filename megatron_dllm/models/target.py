@@ -148,7 +148,10 @@ class Target:
         self.model, self._layers = model.eval().requires_grad_(False), layers
         self._outputs: dict[int, torch.Tensor] = {}
         for place in set(layers):
-            model.decoder.layers[place].register_forward_hook(self._note(place))
+            last = place == len(model.decoder.layers) - 1
+            # after the last one comes the final norm, as in transformers' hidden_states, which drafts are trained on
+            module = model.decoder.final_layernorm if last else model.decoder.layers[place]
+            module.register_forward_hook(self._note(place))
 
     def _note(self, place: int):
         def hook(module, arguments, output):
