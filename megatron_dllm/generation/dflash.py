@@ -109,7 +109,10 @@ class Pair:
     def guess(self, guesses: Sequence[Guess], cache: KeyValueCache) -> list[torch.Tensor]:
         """[count, V] logits of each."""
         B, device = len(guesses), torch.cuda.current_device()
+        tp, sequence_parallel = self._model.pg_collection.tp, self._model.config.sequence_parallel
         S, n = max(len(g.features) for g in guesses), max(g.count for g in guesses) + 1
+        if sequence_parallel:  # of a draft in training
+            S, n = (-(-x // tp.size()) * tp.size() for x in (S, n))
         features_SBF = guesses[0].features.new_zeros(S, B, guesses[0].features.shape[1])
         tokens_BQ = torch.full((B, n), self._mask_id)
         positions_BT = torch.zeros(B, S + n, dtype=torch.int64)
@@ -135,9 +138,11 @@ class Pair:
         finally:
             for attention in self._attentions:
                 attention.cache = None
+        if sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=tp)
         rows = [torch.arange(1, one.count + 1, device=device) * B + b for b, one in enumerate(guesses)]
         logits = self._target.model.logits(hidden.flatten(0, 1)[torch.cat(rows)])
-        logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=self._model.pg_collection.tp)
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=tp)
         logits = logits[:, : self._model.true_vocab_size].float().contiguous()
         logits[:, self._vocab_size :] = torch.finfo(logits.dtype).min
         return list(logits.split([one.count for one in guesses]))
