@@ -23,6 +23,7 @@ setup(
     extras_require={
         "test": ["pytest", "hypothesis", "ruff"],
         "real": ["accelerate", "gguf"],  # what transformers reads GGUF with, for tests/real
+        "eval": ["lm-eval==0.4.13"],  # the questions that tools/evaluate.py asks
         "wandb": ["wandb"],
         "te": ["transformer-engine[core_cu13,pytorch]"],
     },

@@ -181,6 +181,7 @@ class _Hooks:
         self.megatron_save = megatron_training.save_checkpoint
         self.seconds = 0.0
         self.steps_verified = 0
+        self.model = self.datasets = None
 
     def step(self, forward_step_func, data_iterator, *args, **kwargs):
         if self.steps_verified < get_args().dllm_verify_peers:
@@ -189,6 +190,7 @@ class _Hooks:
             if isinstance(stream, StepStream):
                 stream.verify_peers()
             self.steps_verified += 1
+        self.model = args[0]
         start = time.perf_counter()
         result = self.train_step(forward_step_func, data_iterator, *args, **kwargs)
         self.seconds = time.perf_counter() - start  # the optimizer step has synchronised the device
@@ -222,22 +224,37 @@ class _Hooks:
         result = self.training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if iteration % get_args().log_interval == 0:
             self._log_curves(iteration)
+        every = get_args().dflash_eval_interval
+        if every and iteration % every == 0:
+            self._log_acceptance(iteration)
         return result
+
+    def _log_acceptance(self, iteration: int) -> None:
+        from megatron_dllm.generation.acceptance import tokens_per_pass
+
+        held_out = self.datasets.valid or self.datasets.train
+        value = tokens_per_pass(self.model[0], held_out, get_args())
+        print_rank_last(f" tokens per pass of the target at iteration {iteration}: {value:.3f}")
+        _write_scalar("tokens per pass of the target", value, iteration)
 
     def _log_curves(self, iteration: int) -> None:
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return
-        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
         for curve in (loss_curves.by_level, loss_curves.by_place):
             means = curve.reduce(mpu.get_data_parallel_group(with_context_parallel=True))
             if means:
                 bins = (f"{name.rpartition(' ')[2]}: {value:.4f}" for name, value in means.items())
                 print_rank_last(f" {curve.title} | " + " | ".join(bins))
             for name, value in means.items():
-                if writer:
-                    writer.add_scalar(name, value, iteration)
-                if wandb and is_last_rank():
-                    wandb.log({name: value}, iteration)
+                _write_scalar(name, value, iteration)
+
+
+def _write_scalar(name: str, value: float, iteration: int) -> None:
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if writer:
+        writer.add_scalar(name, value, iteration)
+    if wandb and is_last_rank():
+        wandb.log({name: value}, iteration)
 
 
 def _learn_from_step(report: dict) -> None:
@@ -272,7 +289,8 @@ def install() -> _Hooks:
 
 def pretrain(args, datasets: Datasets, store=None) -> None:
     """Train as `args` say (from `parse_arguments`). `store`: rendezvous for tests that reuse processes."""
-    install().steps_verified = 0
+    hooks = install()
+    hooks.steps_verified, hooks.model, hooks.datasets = 0, None, datasets
     loss_curves.reset()
     term_weights.clear()
     if datasets.valid is None and datasets.test is None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lints and tests everything: bash tests/run.sh [pytest arguments]
-# Makes .venv if it is missing. Default: all but the slow tests (`bash tests/run.sh -m slow` runs those) and those with
-# a released model (`bash tests/run.sh -m real`; README.md says what they need).
+# Makes .venv if it is missing. Default: all but the slow tests (`bash tests/run.sh -m slow` runs those), those with a
+# released model (`-m real`; README.md says what they need) and those with lm-eval (`-m eval`; docs/evaluation.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/environment.sh
@@ -9,4 +9,4 @@ use_environment test
 
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ruff check .
-exec python -m pytest -m "not slow and not real" "$@"
+exec python -m pytest -m "not slow and not real and not eval" "$@"

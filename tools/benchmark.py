@@ -27,6 +27,7 @@ import time
 import types
 from pathlib import Path
 
+import benchmark_dflash
 import benchmark_generate
 
 BATCHES = 4  # different ones, taken in turn: the share of scored rows varies with the noise level
@@ -46,8 +47,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="generate: answers of each side.")
     parser.add_argument("--no-cache", dest="cache", action="store_false", help="generate: without our cache.")
     parser.add_argument("--document-length", type=int, default=None, help="attention: pack documents of this length.")
-    parser.add_argument("--mode", choices=["mdlm", "bd3lm", "hybrid", "idlm"], default="mdlm")
+    parser.add_argument("--mode", choices=["mdlm", "bd3lm", "hybrid", "idlm", "dflash"], default="mdlm")
     parser.add_argument("--block-size", type=int, default=32, help="Of the modes that have blocks.")
+    parser.add_argument("--anchors", type=int, default=32, help="dflash: blocks of a sequence.")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
@@ -233,7 +235,11 @@ def train(options) -> int:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="dllm_benchmark_") as folder:
         pipes, processes = {}, []
-        for name, build in (("ours", ours), ("usual", usual)):
+        sides = dict(ours=ours, usual=usual)
+        if options.mode == "dflash":
+            benchmark_dflash.write_target(options, Path(folder))
+            sides = dict(ours=benchmark_dflash.ours, usual=benchmark_dflash.usual)
+        for name, build in sides.items():
             pipes[name], there = context.Pipe()
             processes.append(context.Process(target=side, args=(build, options, Path(folder), there), daemon=True))
             processes[-1].start()

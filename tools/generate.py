@@ -1,104 +1,196 @@
 """Writes text with a trained diffusion language model.
 
-    python tools/generate.py --load checkpoints/run --prompt "Once upon a time" --max-new-tokens 64
-    torchrun --nproc-per-node 2 tools/generate.py --tensor-model-parallel-size 2 --load ... --prompt ...
+    python tools/generate.py --load checkpoints/run --prompt "Once upon a time" --max-new-tokens 64 --stream
     python tools/generate.py --load checkpoints/run --infill --prompt "The capital of [MASK:7] is Paris."
+    python tools/generate.py --load checkpoints/run --prompts-file questions.jsonl --output answers.jsonl
+    python tools/generate.py --hf-model LLaDA-8B-Instruct --preset llada --prompt "Why?" --trace why.html
+    torchrun --nproc-per-node 2 tools/generate.py --tensor-model-parallel-size 2 --load ... --prompt ...
 
-The checkpoint may come from any parallel layout. A model trained on chat data answers through its chat
-template; any other continues the text, as does every model with --raw. Answers appear in the order of the prompts, a
-batch at a time.
+The checkpoint may come from any parallel layout. A model trained on chat data, or a Hugging Face folder whose tokenizer
+has a chat template, answers through that template; any other continues the text, as does every model with --raw.
+Answers appear in the order of the prompts, a batch at a time. docs/generation.md says which sampler is for which model.
 """
 
 import argparse
-import json
+import contextlib
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TextIO
 
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail
-from megatron_dllm.generation.config import REMASKING, GenerationConfig
+from megatron_dllm.display import check_writable, say, whole_file
+from megatron_dllm.generation.config import Completion, GenerationConfig
+from megatron_dllm.generation.options import add_decoding_flags, decoding_config
+from megatron_dllm.generation.requests import Request, collect
 from megatron_dllm.launch import quiet
 
+# flags of the model, and what `generation.load.plan` calls them
+_PLAN = dict(
+    hf_model="hf_model",
+    target="target",
+    ckpt_step="step",
+    dllm_mode="mode",
+    tensor_model_parallel_size="tensor_model_parallel_size",
+    pipeline_model_parallel_size="pipeline_model_parallel_size",
+    tokenizer_model="tokenizer_model",
+    chat_template="chat_template",
+    dllm_mask_token_id="mask_token_id",
+    bf16="bf16",
+    fp32="fp32",
+    trust_remote_code="trust_remote_code",
+)
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        fail(ValueError(f"{message}: see --help."))
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """What was given, and nothing else but the flags that `main` reads without asking."""
+    parser = _Parser(
+        description=__doc__,
+        usage="%(prog)s (--load DIR | --hf-model DIR) (--prompt TEXT | --messages-file FILE | --prompts-file FILE) ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
     default = GenerationConfig()
-    add = parser.add_argument_group("model").add_argument
-    add("--load", required=True, metavar="DIR", help="a run's folder, or an iter_ folder in it")
+    add = parser.add_argument_group("model (--load or --hf-model)").add_argument
+    add("--load", default=None, metavar="DIR", help="a training run's folder, or an iter_ folder in it")
     add("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
-    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share the model")
+    add("--hf-model", default=None, metavar="DIR", help="a Hugging Face folder of one of the families instead")
+    add("--target", metavar="DIR", help="of a draft: the model it drafts for; default: the one of its training")
+    add(
+        "--dllm-mode",
+        metavar="MODE",
+        help="as what --hf-model is to be decoded; default: what its family was trained as",
+    )
+    add("--tensor-model-parallel-size", type=int, metavar="N", help="processes that share each layer (1)")
+    add("--pipeline-model-parallel-size", type=int, metavar="N", help="groups of processes that share the layers (1)")
     add("--tokenizer-model", metavar="PATH", help="where the tokenizer is now, if not where it was at training")
     add("--chat-template", metavar="FILE", help="where the chat template is now, or another one")
     add("--dllm-mask-token-id", type=int, metavar="ID", help="must be the id that the model was trained with")
     add("--bf16", action="store_true", help="compute in bf16; default: the precision of training")
+    add("--fp32", action="store_true", help="compute in fp32")
     add("--trust-remote-code", action="store_true", help="run the Python code of a tokenizer that comes with some")
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    add("--messages-file", metavar="FILE", help='JSONL: a conversation {"messages": [...]} per line')
-    add("--raw", action="store_true", help="continue the prompt as text, without a chat template")
-    add("--infill", action="store_true", help="fill the gaps [MASK] and [MASK:length] of the prompts (as text)")
-    add("--gap-length", type=int, default=default.gap_length, metavar="N", help="tokens of a [MASK] (%(default)s)")
-    add = parser.add_argument_group("decoding").add_argument
-    add("--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N", help="exactly so many (%(default)s)")
-    add("--steps", type=int, default=default.steps, metavar="N", help="at most, over all blocks (%(default)s)")
-    add("--gen-block-length", type=int, metavar="N", help="default 128; models trained in blocks write their own")
-    add("--temperature", type=float, default=default.temperature, help="0 takes the likeliest token (%(default)s)")
-    add("--remasking", choices=REMASKING, default=default.remasking, help="which tokens wait (%(default)s)")
-    add("--threshold", type=float, help="also commit tokens at least this probable")
-    add("--cfg-scale", type=float, default=default.cfg_scale, help="classifier-free guidance (%(default)s)")
-    add("--stop-at-eos", action="store_true", help="finish an answer at its first EOS and fill up with EOS")
-    add("--seed", type=int, default=default.seed, help="default %(default)s")
-    add("--batch-size", type=int, default=default.batch_size, metavar="N", help="prompts at a time (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="one object per prompt: text, ids, steps, ...")
+    add("--messages-file", default=None, metavar="FILE", help='JSONL: a conversation {"messages": [...]} per line')
+    add(
+        "--prompts-file",
+        default=None,
+        metavar="FILE",
+        help='JSONL: {"prompt": ...}, {"messages": [...]} or {"tokens": [...]} per line; other fields are carried over '
+        "to the answers, which are JSONL too",
+    )
+    add("--raw", action="store_true", default=False, help="continue the prompt as text, without a chat template")
+    add(
+        "--infill",
+        action="store_true",
+        default=False,
+        help="fill the gaps [MASK] and [MASK:length] of the prompts (as text)",
+    )
+    add("--gap-length", type=int, metavar="N", help=f"tokens of a [MASK] ({default.gap_length})")
+    add_decoding_flags(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", default=False, help="one object per prompt: text, ids, steps, ...")
+    add("--output", default=None, metavar="FILE", help="write these objects to a file, once all answers are there")
+    add("--stream", action="store_true", default=False, help="show the text while it is denoised, prompt after prompt")
+    add("--trace", default=None, metavar="FILE", help="write a page that plays the denoising")
     return parser.parse_args([_with_hyphens(word) for word in argv])
 
 
 def _with_hyphens(word: str) -> str:
-    """`--max_new_tokens=8` is `--max-new-tokens=8`."""
-    if not word.startswith("--"):
-        return word
+    """`--max_new_tokens=8` is `--max-new-tokens=8`; a prompt such as "--a_b c" is no flag."""
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    return name.replace("_", "-") + equals + value if re.fullmatch(r"--[\w-]+", name) else word
 
 
-def read_conversations(path: str) -> list[list[dict]]:
-    """ValueError naming the line that holds no conversation."""
-    from megatron_dllm.data.messages import check_messages, read_json
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--messages-file {path} cannot be read ({error}): correct the path.") from error
-    conversations = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = read_json(line)
-            messages = record.get("messages") if isinstance(record, dict) else record
-            check_messages(messages, training=False)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        conversations.append(messages)
-    return conversations
-
-
-def collect_prompts(options: argparse.Namespace, chat: bool) -> list:
-    """What `generate` takes, in the order given. chat: the model was trained on conversations."""
-    if options.messages_file and (options.raw or options.infill):
+def check_options(options: argparse.Namespace) -> GenerationConfig:
+    """How to decode. Raises ValueError (one sentence) for flags that do not go together; `plan` checks the model's."""
+    if options.messages_file is not None and (options.raw or options.infill):
         raise ValueError("--messages-file needs the chat template: leave out --raw and --infill.")
-    prompts = list(options.prompt)
-    if chat and not options.raw and not options.infill:
-        prompts = [[dict(role="user", content=text)] for text in prompts]
-    if options.messages_file:
-        prompts += read_conversations(options.messages_file)
-    if not prompts:
-        raise ValueError("there is nothing to generate from: give --prompt or --messages-file.")
-    return prompts
+    objects = options.json or options.prompts_file is not None
+    if options.stream and objects and options.output is None:
+        raise ValueError(
+            "--stream shows text where --json and --prompts-file write objects: leave it out, or give --output."
+        )
+    config = decoding_config(vars(options))
+    if options.stream:
+        if getattr(options, "batch_size", 1) > 1:
+            raise ValueError("--stream shows one prompt after the other: leave out --batch-size.")
+        config = replace(config, batch_size=1)
+    if _is_first_rank():
+        files = dict(output=options.output, trace=options.trace)
+        for name, path in files.items():
+            if path is not None:
+                check_writable(f"--{name}", path)
+        paths = [os.path.realpath(path) for path in (*files.values(), options.prompts_file) if path is not None]
+        if len(set(paths)) < len(paths):
+            raise ValueError("--prompts-file, --output and --trace must be different files: rename one.")
+    return config
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def answers_in_chat(options: argparse.Namespace, planned) -> bool:
+    """Whether a text is what a user says: the model was trained on conversations, or its folder says so."""
+    if options.raw or options.infill:
+        return False
+    if options.hf_model is not None:
+        return planned.tokenizer.chat_template is not None
+    return planned.args.sft_data_path is not None
+
+
+class Report:
+    """What becomes of the answers on the first rank; other ranks compute them only."""
+
+    def __init__(self, options: argparse.Namespace, config: GenerationConfig, tokenizer, out: TextIO):
+        from megatron_dllm.generation.streaming import Appended, Redrawn
+        from megatron_dllm.generation.trace import Recorder
+
+        self._options, self._config, self._tokenizer, self._out = options, config, tokenizer, out
+        self._display = (Redrawn if out.isatty() else Appended)(tokenizer, out) if options.stream else None
+        self._recorder = Recorder() if options.trace is not None else None
+        self._objects = options.json or options.prompts_file is not None
+
+    def observe(self, rows) -> None:
+        for watching in (self._display, self._recorder):
+            if watching is not None:
+                watching.observe(rows)
+
+    def write(self, requests: Sequence[Request], completions: Iterator[Completion]) -> None:
+        """Goes through all completions. Files get their names at the end, if nothing went wrong."""
+        output = contextlib.nullcontext() if self._options.output is None else whole_file(self._options.output)
+        with output as file:
+            for number, (request, completion) in enumerate(zip(requests, completions, strict=True), 1):
+                if file is not None:
+                    file.write(request.line(completion))
+                self._show(request, completion, last=number == len(requests))
+        if self._recorder is not None:
+            from megatron_dllm.generation.trace import render
+
+            with whole_file(self._options.trace) as file:
+                file.write(render(self._recorder.traces(), self._tokenizer, self._config))
+
+    def _show(self, request: Request, completion: Completion, last: bool) -> None:
+        if self._display is not None:
+            self._display.finish(completion.text)
+        elif self._options.output is not None:
+            return
+        elif self._objects:
+            return say(request.line(completion), self._out)
+        else:
+            say(completion.text + "\n", self._out)
+        if not last:  # a blank line between texts
+            say("\n", self._out)
 
 
 def quietly(completions: Iterator) -> Iterator:
@@ -113,40 +205,34 @@ def quietly(completions: Iterator) -> Iterator:
 
 def main() -> None:
     options = parse_args(sys.argv[1:])
-    names = GenerationConfig.__dataclass_fields__
     try:
-        config = GenerationConfig(**{name: value for name, value in vars(options).items() if name in names})
+        config = check_options(options)
+        requests = collect(options.prompt, options.messages_file, options.prompts_file)
         with quiet():
-            from megatron_dllm.generation import check_sampler, stream
+            from megatron_dllm.generation import prepare, stream
             from megatron_dllm.generation.load import build, plan
-            from megatron_dllm.generation.prompts import build_canvases
 
-            planned = plan(
-                options.load,
-                step=options.ckpt_step,
-                tensor_model_parallel_size=options.tensor_model_parallel_size,
-                tokenizer_model=options.tokenizer_model,
-                chat_template=options.chat_template,
-                mask_token_id=options.dllm_mask_token_id,
-                bf16=options.bf16,
-                trust_remote_code=options.trust_remote_code,
-            )
-        args, tokenizer = planned.args, planned.tokenizer
-        check_sampler(args, config, tokenizer)
-        prompts = collect_prompts(options, chat=args.sft_data_path is not None)
-        build_canvases(prompts, tokenizer, config, args.dllm_mask_token_id, args.max_position_embeddings)
+            given = {_PLAN[name]: value for name, value in vars(options).items() if name in _PLAN and value is not None}
+            planned = plan(options.load, **given)
+        if answers_in_chat(options, planned):
+            requests = [request.in_chat() for request in requests]
+        prompts, names = [request.prompt for request in requests], [request.name for request in requests]
+        prepare(prompts, planned.tokenizer, config, planned.args, names)
     except ValueError as error:
         fail(error)
+    report = Report(options, config, planned.tokenizer, sys.stdout) if _is_first_rank() else None
     with quiet():
         loaded = build(planned)
-        completions = stream(loaded.model, tokenizer, prompts, config)
-    for number, completion in enumerate(quietly(completions)):
-        if int(os.environ.get("RANK", "0")) > 0:
-            continue  # but every rank goes through every batch
-        if options.json:
-            print(json.dumps(vars(completion), ensure_ascii=False), flush=True)
-        else:
-            print(("\n" if number else "") + completion.text, flush=True)
+        observe = report.observe if report is not None else None
+        completions = stream(loaded.model, planned.tokenizer, prompts, config, observe)
+    if report is None:
+        for _ in quietly(completions):
+            pass
+    else:
+        try:
+            report.write(requests, quietly(completions))
+        except OSError as error:  # a full disk
+            fail(error)
     import torch
 
     torch.distributed.destroy_process_group()

@@ -19,6 +19,7 @@ import sys
 
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail
+from megatron_dllm.display import check_writable, say, whole_file
 from megatron_dllm.inspection import page, text
 from megatron_dllm.inspection.command import read_data_flags
 from megatron_dllm.inspection.samples import Inspector
@@ -42,34 +43,16 @@ def check(args) -> None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} {getattr(args, name)} is too small: it must be at least {least}.")
     if args.html is not None:
-        folder = os.path.dirname(os.path.abspath(args.html))
-        if os.path.isdir(args.html) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise ValueError(f"--html {args.html} is not a file in a folder that can be written to: choose another.")
-
-
-def write(path: str, content: str) -> None:
-    """All of it under its name, or nothing."""
-    partial = f"{path}.partial-{os.getpid()}"
-    try:
-        with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(content)
-        os.replace(partial, path)
-    finally:
-        if os.path.exists(partial):
-            os.remove(partial)
+        check_writable("--html", args.html)
 
 
 def show(content: str) -> None:
-    """On stdout, in ASCII where it holds no more; a reader that has seen enough (`| head`) is no error."""
+    """On stdout, in ASCII where it holds no more."""
     try:
         text.LEGEND.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         content = content.translate(text.ASCII).encode("ascii", "backslashreplace").decode()
-    try:
-        sys.stdout.write(content)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    say(content, sys.stdout)
 
 
 def main() -> None:
@@ -82,7 +65,8 @@ def main() -> None:
         found = [inspector(index) for index in range(args.first, args.first + args.samples)]
         places = range(args.first_token, args.first_token + args.tokens)
         if args.html is not None:
-            write(args.html, page.render(inspector, found, places))
+            with whole_file(args.html) as file:
+                file.write(page.render(inspector, found, places))
             print(f"{args.html}: {len(found)} sample(s)")
             return
     except (ValueError, OSError) as error:

@@ -18,11 +18,13 @@ import torch
 from megatron.training import get_args
 
 from megatron_dllm.data.tokenizer import Tokenizer
+from megatron_dllm.generation import dflash
 from megatron_dllm.generation.config import Completion, GenerationConfig
 from megatron_dllm.generation.network import Network
 from megatron_dllm.generation.prompts import Canvas, Prompt, build_canvases
 from megatron_dllm.generation.rows import Decoding, Row, run
 from megatron_dllm.generation.samplers import check_canvases, check_sampler, row_type
+from megatron_dllm.generation.streaming import spoken
 from megatron_dllm.modes import get_mode
 
 __all__ = ["Completion", "GenerationConfig", "Prompt", "check_sampler", "generate", "stream"]
@@ -46,10 +48,13 @@ def generate(
     return list(stream(model, tokenizer, prompts, config))
 
 
-def prepare(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: GenerationConfig, args) -> list[Canvas]:
-    """The canvases of a run with `args`; ValueError as `generate` raises it, before there is a model."""
+def prepare(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, config: GenerationConfig, args, names: Sequence[str] | None = None
+) -> list[Canvas]:
+    """The canvases of a run with `args`; ValueError as `generate` raises it, before there is a model. names: what it
+    calls the prompts."""
     check_sampler(args, config, tokenizer)
-    canvases = build_canvases(prompts, tokenizer, config, args.dllm_mask_token_id, args.max_position_embeddings)
+    canvases = build_canvases(prompts, tokenizer, config, args.dllm_mask_token_id, args.max_position_embeddings, names)
     check_canvases(canvases, args, config)
     return canvases
 
@@ -78,7 +83,10 @@ def _batches(
     model: torch.nn.Module, tokenizer: Tokenizer, canvases: list[Canvas], config: GenerationConfig, args, observe
 ) -> Iterator[Completion]:
     mode = get_mode(args.dllm_mode)
-    network = Network(model, tokenizer.vocab_size, mode.FULL_WITHIN_DOCUMENT)
+    if args.dllm_mode == "dflash":
+        write, network = dflash.run, dflash.Pair(model, tokenizer.vocab_size, args.dllm_mask_token_id)
+    else:
+        write, network = run, Network(model, tokenizer.vocab_size, mode.FULL_WITHIN_DOCUMENT)
     decoding = Decoding(config, mode.reverse, args.dllm_mask_token_id, tokenizer.eos_id, tokenizer.vocab_size, args)
     make = row_type(args, config)
     for batch in batched(canvases, max(1, min(config.batch_size, len(canvases)))):  # it makes room for so many
@@ -87,7 +95,7 @@ def _batches(
         try:
             with torch.inference_mode():
                 rows = [make(canvas, decoding) for canvas in batch]
-                run(rows, network, observe)
+                write(rows, network, observe)
         finally:
             model.train(was_training)
         yield from (completion_of(row, tokenizer, config) for row in rows)
@@ -95,11 +103,8 @@ def _batches(
 
 def completion_of(row: Row, tokenizer: Tokenizer, config: GenerationConfig) -> Completion:
     ids = row.tokens[row.start :].tolist()
-    shown = ids
-    if not config.infill and tokenizer.eos_id in ids:
-        shown = ids[: ids.index(tokenizer.eos_id)]
     return Completion(
-        text=tokenizer.decode(shown),
+        text=tokenizer.decode(spoken(ids, tokenizer.eos_id, config.infill)),
         ids=ids,
         steps=row.steps,
         forwards=row.forwards,

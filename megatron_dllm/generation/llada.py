@@ -21,13 +21,14 @@ from megatron_dllm.generation.network import Pass
 from megatron_dllm.generation.prompts import Canvas
 from megatron_dllm.generation.rows import Decoding, Row, Schedule, blocks, steps_of_a_block
 from megatron_dllm.generation.selection import Candidates
+from megatron_dllm.modes import mdlm
 
 DEFAULT_BLOCK_LENGTH = 128
 
 
 def shifted(args) -> bool:
-    """Whether logits predict the token after their own, in a model trained with `args` (old runs do not say)."""
-    return args.dllm_mode == "mdlm" and getattr(args, "mdlm_shift_logits", False)
+    """Whether logits predict the token after their own, in a model trained with `args`."""
+    return args.dllm_mode == "mdlm" and mdlm.shifted(args)
 
 
 class CanvasRow(Row):

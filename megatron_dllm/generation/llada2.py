@@ -81,6 +81,10 @@ class BlockRow(Row):
             self._begin_block()
 
     @property
+    def settled(self) -> int:
+        return self._blocks[0][0] if self._edits and not self.done else super().settled
+
+    @property
     def _edits(self) -> bool:
         return self.config.editing_threshold is not None
 

@@ -14,6 +14,8 @@ import torch
 from megatron_dllm.checkpoint import TRACKER, check_complete, iteration_folder, saved_arguments
 from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_dllm.launch import default_to_one_process
+from megatron_dllm.models import target as target_of_draft
+from megatron_dllm.models.weights import target_layers
 from megatron_dllm.validation import check_mask_token
 
 # What described the training run's layout, data and bookkeeping, and has no meaning for one that only reads weights.
@@ -101,6 +103,7 @@ def plan(
     path: str | None = None,
     *,
     hf_model: str | None = None,
+    target: str | None = None,
     mode: str | None = None,
     step: int | None = None,
     tensor_model_parallel_size: int = 1,
@@ -116,7 +119,7 @@ def plan(
 
     path: a run's folder, or that of an iteration; step: which iteration of the run, default the latest.
     hf_model: instead, a Hugging Face folder of any family; mode: the --dllm-mode that it is decoded as, default the
-    family's.
+    family's. target: of a draft, a Hugging Face folder or that of a run; default the one that it was trained with.
     tokenizer_model, chat_template: where the files are now, if they have moved since training.
     trust_remote_code: the tokenizer may be Python code of its folder; what the checkpoint says about that is not heard.
     mask_token_id: only checked, or for an hf_model whose family and tokenizer do not say it.
@@ -133,6 +136,7 @@ def plan(
         folder = None
     else:
         folder, args = _saved(path, mode, step, mask_token_id)
+    own_target = _target_of(args, target)
     args.trust_remote_code = trust_remote_code
     for name, value in dict(tokenizer_model=tokenizer_model, chat_template=chat_template).items():
         if value is not None:
@@ -147,6 +151,9 @@ def plan(
         check_mask_token(args.dllm_mask_token_id, args.vocab_size, tokenizer)
     neutralise(args, tensor_model_parallel_size, pipeline_model_parallel_size)
     args.init_from_hf = folder is None
+    if own_target is not None:
+        args.dflash_target = own_target
+        target_of_draft.check(args)
     if bf16 or fp32:
         args.bf16, args.fp16, args.params_dtype = bf16, False, torch.bfloat16 if bf16 else torch.float32
     if args.transformer_impl == "transformer_engine" and not torch.cuda.is_available():
@@ -181,13 +188,29 @@ def _imported(
     if step is not None:
         raise ValueError("--ckpt-step is an iteration of --load, and --hf-model has none: leave it out.")
     family = family_of(read_config(hf_model))
-    if mode is None and family.mode is None:
+    if mode is None and family.mode is None and not family.draft:
         raise ValueError(
             f"{hf_model} holds a {family.name} model, which is autoregressive unless it was trained further: say what "
             "it was trained as by --dllm-mode (to continue a text token by token: --dllm-mode hybrid --mode ar)."
         )
     planned = importing.plan(hf_model, mode=mode, mask_token_id=mask_token_id, trust_remote_code=trust_remote_code)
     return planned.args
+
+
+def _target_of(args: Namespace, given: str | None) -> str | None:
+    """The target that a draft is decoded with; a draft without one is refused by the sampler, which it has none for."""
+    if target_layers(args) is None:
+        if given is not None:
+            raise ValueError("--target is the model that a draft drafts for, and the model is no draft: leave it out.")
+        return None
+    path = given or getattr(args, "dflash_target", None)
+    if path is not None:
+        args.dllm_mode = "dflash"  # what was imported from a folder has another one in its place
+        defaults = target_of_draft.defaults(path)
+        for name in ("tokenizer_type", "tokenizer_model"):
+            if name in defaults:
+                setattr(args, name, defaults[name])
+    return path
 
 
 def neutralise(args: Namespace, tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1) -> None:

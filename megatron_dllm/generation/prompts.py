@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_dllm.data.chat import render_prompt
 from megatron_dllm.data.messages import Message, check_characters
@@ -19,34 +19,48 @@ _GAP = re.compile(r"\[MASK(?::(\d+))?\]")
 @dataclass(frozen=True)
 class Canvas:
     """tokens: given tokens and masks; start: where the first block begins (0 when infilling); copy: how many equal
-    canvases come before it, over all batches, so that each is another draw."""
+    canvases come before it, over all batches, so that each is another draw; name: what errors call it."""
 
     tokens: list[int]
     start: int
     copy: int = 0
+    name: str = field(default="a prompt", compare=False)
 
 
 def build_canvases(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, config: GenerationConfig, mask_id: int, longest: int
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    config: GenerationConfig,
+    mask_id: int,
+    longest: int,
+    names: Sequence[str] | None = None,
 ) -> list[Canvas]:
-    """One canvas per prompt. Raises ValueError (one sentence) for a prompt that cannot be decoded:
-    longer than the model's `longest` positions, holding masks or half characters, rejected by the chat template,
-    or without gaps when infilling."""
+    """One canvas per prompt; names: what errors call them, default "prompt 1" and so on.
+
+    Raises ValueError (one sentence) for a prompt that cannot be decoded: longer than the model's `longest` positions,
+    holding masks, half characters or ids that the tokenizer lacks, rejected by the chat template, or without gaps when
+    infilling.
+    """
     pieces_of = _gaps if config.infill else _answer
     canvases = []
-    for number, prompt in enumerate(prompts, 1):
+    for name, prompt in zip(names or [f"prompt {n + 1}" for n in range(len(prompts))], prompts, strict=True):
         if isinstance(prompt, str):
-            check_characters(prompt, f"prompt {number}")
-        pieces = pieces_of(prompt, tokenizer, config, mask_id, f"prompt {number}")
+            check_characters(prompt, name)
+        pieces = pieces_of(prompt, tokenizer, config, mask_id, name)
+        unknown = next((id for ids, _ in pieces for id in ids if not _is_known(id, tokenizer, mask_id)), None)
+        if unknown is not None:
+            raise ValueError(
+                f"{name} holds the id {unknown}, but the tokenizer has {tokenizer.vocab_size}: correct it."
+            )
         length = sum(len(ids) + masks for ids, masks in pieces)
         if length > longest:  # before the masks are written down: the user may have asked for billions
             new = "" if config.infill else f" with {config.max_new_tokens} new tokens"
             raise ValueError(
-                f"prompt {number}{new} is {length} tokens long, but the model has {longest} positions: "
+                f"{name}{new} is {length} tokens long, but the model has {longest} positions: "
                 "shorten the prompt or generate less."
             )
         tokens = [token for ids, masks in pieces for token in (*ids, *[mask_id] * masks)]
-        canvases.append(Canvas(tokens, start=0 if config.infill else len(pieces[0][0])))
+        canvases.append(Canvas(tokens, start=0 if config.infill else len(pieces[0][0]), name=name))
     return number_copies(canvases)
 
 
@@ -59,6 +73,10 @@ def number_copies(canvases: Sequence[Canvas]) -> list[Canvas]:
         numbered.append(replace(canvas, copy=seen[key]))
         seen[key] += 1
     return numbered
+
+
+def _is_known(id: int, tokenizer: Tokenizer, mask_id: int) -> bool:
+    return 0 <= id < tokenizer.vocab_size or id == mask_id
 
 
 Pieces = list[tuple[list[int], int]]

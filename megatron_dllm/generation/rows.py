@@ -37,7 +37,10 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Commit:
-    """Tokens that one step wrote: their places in the row, and how much each was trusted (a probability, or None)."""
+    """Tokens that one step wrote: their places in the row, and how much each was trusted.
+
+    trust: probabilities, random numbers with random remasking, or None where nothing was predicted: EOS that fills up
+    """
 
     step: int
     places: list[int]
@@ -100,6 +103,12 @@ class Row:
         """Places in first..last that are not written yet."""
         return first + (self.tokens[first:last] == self.mask_id).nonzero()[:, 0]
 
+    @property
+    def settled(self) -> int:
+        """How many tokens from the left no later step can change."""
+        masked = self.masked(0, len(self.tokens))
+        return int(masked[0]) if len(masked) else len(self.tokens)
+
     def end_at_eos(self) -> bool:
         """Whether the answer has an EOS that no mask precedes, if that is to end it: then EOS fills the rest."""
         if not self.config.stop_at_eos:
@@ -108,7 +117,9 @@ class Row:
         ends = ((answer == eos_id) | (answer == self.mask_id)).nonzero()[:, 0]
         if len(ends) == 0 or answer[ends[0]] != eos_id:
             return False
-        answer[ends[0] :] = eos_id
+        filled = self.start + int(ends[0]) + (answer[ends[0] :] != eos_id).nonzero()[:, 0]
+        if len(filled):
+            self.write(filled, torch.full_like(filled, eos_id))
         self.done = True
         return True
 

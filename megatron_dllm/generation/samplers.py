@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass, fields
 
 from megatron_dllm.data.tokenizer import Tokenizer
-from megatron_dllm.generation import dream, idlm, llada, llada2, nemotron, scdd
+from megatron_dllm.generation import dflash, dream, idlm, llada, llada2, nemotron, scdd
 from megatron_dllm.generation.config import GenerationConfig, flag
 from megatron_dllm.generation.prompts import Canvas
 from megatron_dllm.generation.rows import Row
@@ -52,9 +52,12 @@ SAMPLERS = {
         {"mode", "gen_block_length", "cache", "stop_at_eos"},
         causal=True,
     ),
+    "dflash": Sampler(
+        dict(speculative=dflash.DraftedRow, ar=dflash.DraftedRow), ("dflash",), {"mode", "stop_at_eos"}, causal=True
+    ),
 }
 _OF_DIFFUSION = {"steps", "steps_per_block", "remasking", "threshold"}  # what the other modes of a causal model ignore
-_DEFAULTS = {"mdlm": "llada", "scdd": "scdd", "bd3lm": "llada2", "hybrid": "nemotron", "idlm": "idlm"}
+_DEFAULTS = dict(mdlm="llada", scdd="scdd", bd3lm="llada2", hybrid="nemotron", idlm="idlm", dflash="dflash")
 
 
 def sampler_name(args: Namespace, config: GenerationConfig) -> str:
@@ -71,10 +74,10 @@ def row_type(args: Namespace, config: GenerationConfig) -> type[Row]:
 
 def check_sampler(args: Namespace, config: GenerationConfig, tokenizer: Tokenizer) -> None:
     """ValueError if no decoding loop fits a model trained with `args`, or the loop cannot do what `config` asks."""
-    if target_layers(args) is not None:
+    if target_layers(args) is not None and getattr(args, "dflash_target", None) is None:
         raise ValueError(
-            "--load holds a draft, which guesses from the hidden states of its target and has no head of its own: it "
-            "cannot be decoded yet."
+            "the model is a draft, which guesses from the hidden states of its target and has no head of its own: name "
+            "the target by --target."
         )
     name, what = sampler_name(args, config), f"a model trained with --dllm-mode {args.dllm_mode}"
     fitting = [known for known, sampler in SAMPLERS.items() if args.dllm_mode in sampler.trained]
@@ -149,6 +152,6 @@ def _check_blocks(name: str, args: Namespace, config: GenerationConfig, what: st
 def check_canvases(canvases: list[Canvas], args: Namespace, config: GenerationConfig) -> None:
     """ValueError for a prompt that the sampler cannot begin with."""
     name = sampler_name(args, config)
-    empty = [number for number, canvas in enumerate(canvases, 1) if canvas.start == 0]
+    empty = [canvas.name for canvas in canvases if canvas.start == 0]
     if SAMPLERS[name].causal and empty:
-        raise ValueError(f"prompt {empty[0]} is empty, and --sampler {name} continues a token: give at least one.")
+        raise ValueError(f"{empty[0]} is empty, and --sampler {name} continues a token: give at least one.")

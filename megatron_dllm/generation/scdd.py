@@ -34,6 +34,10 @@ class CorrectingRow(CanvasRow):
         # ids that the tokenizer does not have may be noise in training, but are no text
         self._never = torch.tensor([self.mask_id, *range(decoding.vocab_size, decoding.args.vocab_size)])
 
+    @property
+    def settled(self) -> int:
+        return len(self.tokens) if self.done else int(self._places[0])
+
     def passes(self) -> list[Pass]:
         return [self.whole(self._places)]
 

@@ -2,11 +2,11 @@
 
 from html import escape
 
+from megatron_dllm.display import html_page, visible_text
 from megatron_dllm.inspection.samples import Inspection, Inspector
-from megatron_dllm.inspection.table import Column, draws_blocks, interval, segments, summary, table, title, visible_text
+from megatron_dllm.inspection.table import Column, draws_blocks, interval, segments, summary, table, title
 
 _STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; background: #fff; }
 h2 { border-top: 3px solid #222; padding-top: .5em; margin-top: 2.5em; }
 .text, table, svg { font-family: ui-monospace, monospace; font-size: 12px; }
 .text { max-width: 110ch; overflow-wrap: anywhere; margin: .2em 0 .6em 1em; }
@@ -57,10 +57,7 @@ def render(inspector: Inspector, found: list[Inspection], places: range) -> str:
         body.append(f'<div class="scroll">{_table(table(inspector, seen, shown), seen, shown)}</div>')
         if pictured := shown[:PICTURED]:
             body.append(f"<h3>who sees whom, {interval(pictured)}</h3>\n{_picture(inspector, seen, pictured)}")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Samples</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
-    )
+    return html_page("Samples", _STYLE, "\n".join(body))
 
 
 def _flow(spans: list[tuple[str, str]]) -> str:

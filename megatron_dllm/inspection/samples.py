@@ -118,6 +118,8 @@ class Inspector:
     """
 
     def __init__(self, args, tokenizer: Tokenizer, validation: bool = False):
+        if args.dllm_mode == "dflash":
+            raise ValueError("blocks of drafts cannot be shown yet: inspect the data under another --dllm-mode.")
         self.args, self.tokenizer, self.validation = args, tokenizer, validation
         self.notes: list[str] = []
         with self._noting():

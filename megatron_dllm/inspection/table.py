@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_dllm.data.sample import PADDING_DOCUMENT
+from megatron_dllm.display import visible_text
 from megatron_dllm.inspection.samples import Inspection, Inspector, Scored
 from megatron_dllm.modes.base import BLOCK, DOCUMENT, POSITION
 
@@ -213,12 +214,3 @@ def segments(inspector: Inspector, seen: Inspection, stream: int) -> list[Segmen
 def draws_blocks(seen: Inspection) -> bool:
     """Whether there are blocks, wide enough that borders between them do not hide what is in them."""
     return 0 < sum(kind == "block" for kind in seen.borders().values()) <= len(seen) // 3
-
-
-_WHITE = {" ": "·", "\n": "⏎", "\t": "⇥"}
-
-
-def visible_text(text: str) -> str:
-    """White space as signs; what cannot be printed, bytes that are no character too, as escapes."""
-    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return "".join(_WHITE.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text)

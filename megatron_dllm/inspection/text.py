@@ -1,10 +1,10 @@
 """An inspected sample for a terminal or a text file."""
 
-import unicodedata
 from collections.abc import Callable
 
+from megatron_dllm.display import visible_text, width
 from megatron_dllm.inspection.samples import Inspection, Inspector
-from megatron_dllm.inspection.table import Column, draws_blocks, interval, segments, summary, table, title, visible_text
+from megatron_dllm.inspection.table import Column, draws_blocks, interval, segments, summary, table, title
 
 LEGEND = (
     "⟦ab⟧ noised: the network sees the mask token instead, or in ⟦a→b⟧ the token b; │ a block begins; "
@@ -60,11 +60,6 @@ def _flow(spans: list[tuple[str, str]], paint: Paint) -> list[str]:
             line += paint(text, mark)
     pieces = line.split("⏎")
     return [piece + "⏎" for piece in pieces[:-1]] + pieces[-1:] * bool(pieces[-1])
-
-
-def width(text: str) -> int:
-    """Columns of a terminal."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def _table(columns: list[Column], seen: Inspection, places: range, paint: Paint) -> list[str]:

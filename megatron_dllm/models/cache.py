@@ -5,6 +5,8 @@ next ones, so one mask (the mode's `visible` over the slots' attributes) serves 
 them as it says. To take tokens back is to count fewer; what lies behind is never seen. Keys are stored with their
 rotation.
 
+Of a draft (models/draft.py) only the last tokens of a pass have queries.
+
 Shapes: B rows, Q tokens of a pass, K slots, h query heads, g key/value heads, d head size, A attributes.
 """
 
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron_dllm.modes.base import DOCUMENT, NUM_ATTRIBUTES, Rule
+from megatron_dllm.modes.base import Rule
 
 _ROOM = 64  # slots that a cache grows by at least
 
@@ -22,20 +24,22 @@ class KeyValueCache:
     """Of one batch of rows, for all layers of this rank; its memory grows with the longest row."""
 
     def __init__(self, rows: int):
-        self._attributes_BKA = torch.zeros(rows, 0, NUM_ATTRIBUTES, dtype=torch.int32)
+        self._rows = rows
+        self._attributes_BKA: torch.Tensor | None = None
         self._layers: dict[torch.nn.Module, list[torch.Tensor]] = {}
         self._masks: dict = {}
 
     def begin(self, attributes_BQA: torch.Tensor, lengths: Sequence[int]) -> None:
         """A pass over these tokens (CPU int32; DOCUMENT -1 is padding) begins: they take the slots after the first
         `lengths[b]` of each row."""
-        B, Q, _ = attributes_BQA.shape
+        B, Q, A = attributes_BQA.shape
+        if self._attributes_BKA is None:
+            self._attributes_BKA = torch.zeros(self._rows, 0, A, dtype=torch.int32)
         self._lengths, first_B = list(lengths), torch.tensor(lengths)
         self._slots_BQ = first_B[:, None] + torch.arange(Q)
         self._extent = int(first_B.max()) + Q
         self._reserve(self._extent)
-        unused_BK = torch.arange(self._attributes_BKA.shape[1]) >= first_B[:, None]
-        self._attributes_BKA[..., DOCUMENT].masked_fill_(unused_BK, -1)
+        self._used_BK = torch.arange(self._extent) < first_B[:, None] + Q
         self._attributes_BKA[torch.arange(B)[:, None], self._slots_BQ] = attributes_BQA
         self._queries_BQA = attributes_BQA
         self._masks = {}
@@ -43,7 +47,9 @@ class KeyValueCache:
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         rows = list(rows)
-        self._attributes_BKA = self._attributes_BKA[rows]
+        self._rows = len(rows)
+        if self._attributes_BKA is not None:
+            self._attributes_BKA = self._attributes_BKA[rows]
         self._layers = {layer: [buffer[rows] for buffer in buffers] for layer, buffers in self._layers.items()}
 
     def attend(
@@ -55,7 +61,8 @@ class KeyValueCache:
         visible: Rule,
         scale: float | None,
     ) -> torch.Tensor:
-        """[Q,B,h,d] queries and [Q,B,g,d] keys and values of this pass -> [Q,B,h,d]; they attend to kept ones too."""
+        """Queries [q,B,h,d] of the last q tokens, keys and values [Q,B,g,d] of all of this pass -> [q,B,h,d]; they
+        attend to kept ones too."""
         B = query.shape[1]
         if layer not in self._layers:
             # zeros, as hidden slots are multiplied by 0
@@ -81,9 +88,11 @@ class KeyValueCache:
 
     def _mask(self, visible: Rule, query: torch.Tensor) -> torch.Tensor:
         """[B, 1, Q, K] additive; the same for all layers."""
-        place = (visible, query.dtype, query.device)
+        place = (visible, query.dtype, query.device, len(query))
         if place not in self._masks:
-            allowed = visible(self._queries_BQA[:, :, None], self._attributes_BKA[:, None, : self._extent])
+            queries_BQA = self._queries_BQA[:, -len(query) :]
+            allowed = visible(queries_BQA[:, :, None], self._attributes_BKA[:, None, : self._extent])
+            allowed &= self._used_BK[:, None]  # what earlier passes left behind is no one's, whatever the rule
             mask = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill_(~allowed, float("-inf"))
             self._masks[place] = mask[:, None].to(query.device)
         return self._masks[place]

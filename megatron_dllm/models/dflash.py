@@ -61,6 +61,10 @@ class DraftOfTarget(draft.DraftModel):
         selected = hidden_QBD.flatten(0, 1).index_select(0, rows_N)
         return tensor_parallel.copy_to_tensor_model_parallel_region(selected, group=tp)
 
+    def hidden_states(self, *inputs) -> torch.Tensor:
+        """What DraftModel computes."""
+        return super().forward(*inputs)
+
     def forward(
         self,
         tokens_BT: torch.Tensor,
@@ -79,7 +83,7 @@ class DraftOfTarget(draft.DraftModel):
             tokens_BT[:, :S], position_ids_BT[:, :S], context_BSA[..., :NUM_ATTRIBUTES].contiguous()
         )
         embeddings_QBD = self.target.embed(tokens_BT[:, S:])
-        hidden = super().forward(features_SBF, embeddings_QBD, position_ids_BT, attributes_BTA)
+        hidden = self.hidden_states(features_SBF, embeddings_QBD, position_ids_BT, attributes_BTA)
         if loss is not None:
             return loss(ScoreView(self, hidden, terms))
         B, first = len(tokens_BT), S * len(tokens_BT)

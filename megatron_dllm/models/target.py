@@ -158,7 +158,10 @@ class Target:
         self.model, self._layers = model.eval().requires_grad_(False), layers
         self._outputs: dict[int, torch.Tensor] = {}
         for place in set(layers):
-            model.decoder.layers[place].register_forward_hook(self._note(place))
+            last = place == len(model.decoder.layers) - 1
+            # after the last one comes the final norm, as in transformers' hidden_states, which drafts are trained on
+            module = model.decoder.final_layernorm if last else model.decoder.layers[place]
+            module.register_forward_hook(self._note(place))
 
     def _note(self, place: int):
         def hook(module, arguments, output):
@@ -173,6 +176,10 @@ class Target:
         """[S, B, F] hidden states of the layers side by side, of this rank's part of the sequence (attributes: of all
         of it, like a DiffusionLM's)."""
         self.model(tokens_BS, position_ids_BS, attributes_BSA, rows_N=tokens_BS.new_zeros(0))
+        return self.taken()
+
+    def taken(self) -> torch.Tensor:
+        """[S, B, F] of the pass that has just been made; once."""
         features_SBF = torch.cat([self._outputs[place] for place in self._layers], dim=-1)
         self._outputs.clear()
         return features_SBF

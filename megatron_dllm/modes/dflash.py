@@ -87,6 +87,15 @@ def add_args(group) -> None:
     group.add_argument(
         "--dflash-window", type=int, default=None, metavar="TOKENS", help="How far back the context is seen."
     )
+    group.add_argument(
+        "--dflash-eval-interval",
+        type=int,
+        default=None,
+        metavar="ITERATIONS",
+        help="So often decode held-out prompts with the draft and log how many tokens a pass of the target yields.",
+    )
+    group.add_argument("--dflash-eval-prompts", type=int, default=8, metavar="N")
+    group.add_argument("--dflash-eval-tokens", type=int, default=64, metavar="N", help="New tokens of each prompt.")
 
 
 def validate(args) -> None:
@@ -95,9 +104,11 @@ def validate(args) -> None:
     K = args.dllm_block_size
     if K < 2:
         raise ValueError(f"--dllm-block-size {K}: a block is a known token and at least one guess, give 2 or more.")
-    for flag, value in (("num-anchors", args.dflash_num_anchors), ("window", args.dflash_window)):
-        if value is not None and value < 1:
-            raise ValueError(f"--dflash-{flag} is {value}: give at least 1.")
+    counts = "num_anchors window eval_interval eval_prompts eval_tokens"
+    for flag, value in [(name.replace("_", "-"), getattr(args, f"dflash_{name}")) for name in counts.split()]:
+        least = 2 if flag == "eval-tokens" else 1  # the first comes with the prompt
+        if value is not None and value < least:
+            raise ValueError(f"--dflash-{flag} is {value}: give at least {least}.")
     if args.dflash_loss_decay is None:
         args.dflash_loss_decay = GAMMAS.get(K, max(2.0, K / 2))
     if not args.dflash_loss_decay > 0:
@@ -124,6 +135,8 @@ def _validate_layout(args) -> None:
             "a draft's queries are not as many as its keys, which an exchange of heads cannot do: use --cp-comm-type "
             "all_gather."
         )
+    if args.context_parallel_size > 1 and args.dflash_eval_interval is not None:
+        raise ValueError("--dflash-eval-interval decodes whole sequences: leave it out under context parallelism.")
     if args.transformer_impl != "local":
         raise ValueError("a draft's context must not be normed in its layers: use --transformer-impl local.")
 

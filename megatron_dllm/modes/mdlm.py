@@ -44,6 +44,11 @@ def streams(args) -> int:
     return 1
 
 
+def shifted(args) -> bool:
+    """Whether logits predict the next token. Runs from before this flag do not say."""
+    return getattr(args, "mdlm_shift_logits", False)
+
+
 def corrupt(sample: Sample, draws: Draws, args) -> Corrupted:
     """Uniform masking. Order and dtype of the draws are the published ones (bit parity): u [1], then r [S]."""
     common.check_clean(sample, args.dllm_mask_token_id)
@@ -57,7 +62,7 @@ def layout(samples: list[Corrupted], length: int, args) -> ModelInput:
     rows = common.pad_rows(samples, length, args.dllm_pad_token_id)
     counted_BS = rows.loss_mask_BS if args.dllm_loss_normalization == "supervised" else rows.noised_BS
     targets_BS, weights_BS, levels_BS = rows.tokens_BS, rows.weight_BS, rows.level_BS
-    if args.mdlm_shift_logits:
+    if shifted(args):
         follows_BS = common.follows(rows)
         counted_BS = counted_BS & follows_BS
         weights_BS = weights_BS * follows_BS

@@ -1,5 +1,7 @@
 """Drafts are trained alike in every layout, of themselves and of their target; gradients equal a naive computation."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -91,3 +93,25 @@ def test_bf16_within_its_rounding(drafts):
 def test_distributed_optimizer(drafts):
     flags = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"
     drafts("qwen3 tied", "chat").check(2, flags, gradients=False)
+
+
+def test_an_overfitted_draft_is_accepted(pool, hf_folder, tmp_path):
+    """What is learned is what decoding asks for: of a text that the target writes itself, nearly all is guessed."""
+    target = hf_folder("llama")[0]
+    plan = dict(hf_model=target, mode="hybrid", mask_token_id=2)
+    prompt, new = [10, 20, 30, 40], dict(mode="ar", max_new_tokens=44)
+    written = pool.run([], 1, function="tests.parallel.sampling:write", plan=plan, configs=[new], prompts=[prompt])
+    text = prompt + written[0]["ids"][0][0]
+    assert len(set(text)) > 8
+    builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.uint16)
+    for _ in range(40):
+        builder.add_document(np.array(text), [len(text)])
+    builder.finalize(str(tmp_path / "text.idx"))
+    flags = f"""{DRAFT} --data-path {tmp_path}/text --split 100,0,0 --seq-length {len(text)} --train-iters 60 --lr 1e-2
+        --dflash-num-anchors 40 --dflash-eval-interval 30 --dflash-eval-prompts 1 --dflash-eval-tokens 36"""
+    (result,) = pool.run([*TRAIN, "--dflash-target", target, *flags.split()], 1)
+    yields = [
+        float(found) for found in re.findall(r"tokens per pass of the target at iteration \d+: (\S+)", result["output"])
+    ]
+    assert len(yields) == 2 and yields[1] > 0.9 * 4
+    assert result["reports"][-1]["accepted tokens a block"] > 3.9 > 2 > result["reports"][0]["accepted tokens a block"]

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -58,11 +59,14 @@ def run_tool(*argv, processes=1):
 
 def test_layouts_processes_and_batches_give_the_same_text(checkpoints, tmp_path):
     options = "--max-new-tokens 9 --gen-block-length 4 --steps 6 --temperature 1 --json".split()
-    conversation = tmp_path / "conversation.jsonl"
-    conversation.write_text(json.dumps([dict(role="user", content="Short")]) + "\n")
-    prompts = ["--prompt", "Why?", "--prompt", "Why is it not otherwise?", "--messages-file", conversation]
-    one = [json.loads(line) for line in run_tool("--load", checkpoints / "tp", *prompts, *options).splitlines()]
-    assert len(one) == 3
+    prompts, written = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    records = [dict(prompt="Why?", id=1), dict(prompt="Why is it not otherwise?")]
+    records.append(dict(messages=[dict(role="user", content="Short")]))
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    files = ["--prompts-file", prompts, "--output", written]
+    assert run_tool("--load", checkpoints / "tp", *files, *options) == ""
+    one = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [{key: answer[key] for key in record} for record, answer in zip(records, one, strict=True)] == records
     for completion in one:
         assert len(completion["ids"]) == 9
         assert MASK not in completion["ids"]
@@ -71,10 +75,17 @@ def test_layouts_processes_and_batches_give_the_same_text(checkpoints, tmp_path)
     assert one[0]["ids"] != one[1]["ids"]
     two = run_tool(
         "--load", checkpoints / "pp/iter_0000003", "--prompt", "Why is it not otherwise?", "--prompt", "Short",
-        "--tensor-model-parallel-size", 2, *options, "--batch-size", 1, processes=2,
+        "--tensor-model-parallel-size", 2, *options, "--batch-size", 1, "--trace", tmp_path / "page.html", processes=2,
     )  # fmt: skip
     strip = lambda completions: [(c["text"], c["ids"], c["steps"]) for c in completions]
     assert strip(map(json.loads, two.splitlines())) == strip(one[1:])
+    page = (tmp_path / "page.html").read_text()
+    traces = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])["traces"]
+    for answer, trace in zip(one[1:], traces, strict=True):
+        tokens = trace["tokens"]
+        for _step, place, id, _trust in trace["events"]:
+            tokens[place] = id
+        assert tokens[trace["start"] :] == answer["ids"]
 
 
 def test_a_model_trained_in_blocks_writes_them_one_by_one(checkpoints):
@@ -86,10 +97,10 @@ def test_a_model_trained_in_blocks_writes_them_one_by_one(checkpoints):
     assert all(len(c["ids"]) == 10 and MASK not in c["ids"] and c["steps"] <= 8 for c in one)
 
 
-def test_infilling_in_bf16_prints_the_text_alone(checkpoints):
+def test_infilling_in_bf16_streams_the_text_alone(checkpoints):
     out = run_tool(
         "--load", checkpoints / "pp", "--infill", "--prompt", "It is [MASK:3] so[MASK]", "--gap_length=2", "--bf16",
-        "--prompt", "[MASK:1]!",
+        "--prompt", "[MASK:1]!", "--stream",
     )  # fmt: skip
     first, second = out.removesuffix("\n").split("\n\n") if "\n\n" in out else ("", "")
     assert first.startswith("It is ") and " so" in first
@@ -144,13 +155,20 @@ def test_options_that_do_not_fit_the_model(refuse, checkpoints, monkeypatch):
     load = ["--load", checkpoints / "tp", "--prompt", "Why?"]
     refuse("trained with mask token 258, not 7", *load, "--dllm-mask-token-id", 7)
     refuse("torchrun --nproc-per-node 2", *load, "--tensor-model-parallel-size", 2)
+    refuse(
+        "torchrun --nproc-per-node 4", *load, *"--tensor-model-parallel-size 2 --pipeline_model_parallel_size 2".split()
+    )
+    refuse("leave out --dllm-mode", *load, "--dllm-mode", "mdlm")
+    refuse("give one of them", *load, "--hf-model", checkpoints)
+    refuse("give one of them", *load[2:])
     refuse("but the model has 64 positions", *load, "--max-new-tokens", 60)
     refuse("has no gap to fill", *load, "--infill")
     refuse("3000000000000000 tokens long", *load[:2], "--infill", "--prompt", "[MASK:3000000000000000]")
     refuse("--batch-size is 0", *load, "--batch-size", 0)
-    refuse("give --prompt or --messages-file", *load[:2])
+    refuse("give --prompt, --messages-file or --prompts-file", *load[:2])
+    refuse("--sampler llada2 does not fit", *load, "--preset", "llada2")
     refuse("--steps is 0", *load, "--steps", 0)
-    monkeypatch.setattr("megatron_dllm.generation.DECODERS", {"another": None})
+    monkeypatch.setattr("megatron_dllm.generation.samplers.SAMPLERS", {})
     refuse("--dllm-mode mdlm cannot be decoded", *load)
 
 
@@ -163,5 +181,5 @@ def test_conversations_that_are_none(refuse, checkpoints, tmp_path):
     file.write_text("[" * 100_000)
     refuse("line 1: ", *load)
     file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n' * 2 + '[{"role": "tool", "content": "Hi"}]\n')
-    refuse("prompt 3: Message 0 has the role 'tool'", *load, "--max-new-tokens", 9)
+    refuse("line 3: Message 0 has the role 'tool'", *load, "--max-new-tokens", 9)
     refuse("leave out --raw and --infill", *load, "--raw")

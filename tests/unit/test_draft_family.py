@@ -64,5 +64,5 @@ def test_half_a_model_is_neither_trained_nor_decoded_alone(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["pretrain_dllm.py", *argv])
     with pytest.raises(ValueError, match="is a draft, which is trained beside the model whose hidden states it reads"):
         parse_arguments()
-    with pytest.raises(ValueError, match="holds a draft, which guesses from the hidden states of its target"):
+    with pytest.raises(ValueError, match="the model is a draft, which guesses from the hidden states of its target"):
         check_sampler(Namespace(dllm_mode="mdlm", dflash_target_layers=[1]), GenerationConfig(), None)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_dllm import generation
 from megatron_dllm.data.tokenizer import Null
-from megatron_dllm.generation import GenerationConfig, generate, llada, selection, stream
+from megatron_dllm.generation import GenerationConfig, generate, rows, selection, stream
 from tests.unit.test_llada_sampler import MASK, VOCABULARY, Toy
 
 PROMPTS = [[1, 2], [3], [1, 2], [], [4, 5, 6], [1, 2], [7]]  # one of them three times
@@ -20,21 +20,21 @@ def toy(monkeypatch):
     toy = Toy()
     toy.rows_at_once = 0
 
-    def network(tokens_BQ, seen, rows_N):
+    def network(passes, cache):
         assert not torch.is_grad_enabled()
-        toy.rows_at_once = max(toy.rows_at_once, len(seen))
-        return toy(tokens_BQ, seen, rows_N)
+        toy.rows_at_once = max(toy.rows_at_once, len(passes))
+        return toy(passes, cache)
 
     args = Namespace(
         dllm_mode="mdlm",
         dllm_mask_token_id=MASK,
         max_position_embeddings=100,
-        pipeline_model_parallel_size=1,
         context_parallel_size=1,
         sequence_parallel=False,
+        virtual_pipeline_model_parallel_size=None,
     )
     monkeypatch.setattr(generation, "get_args", lambda: args)
-    monkeypatch.setattr(generation, "_Network", lambda *unused: network)
+    monkeypatch.setattr(generation, "Network", lambda *unused: network)
     return toy
 
 
@@ -83,6 +83,6 @@ def test_prompts_that_do_not_fit_are_refused_at_the_call(toy):
 def test_more_steps_than_tokens_cost_nothing(toy, monkeypatch):
     planned = []
     quotas = lambda masked, steps: planned.append(steps) or selection.quotas(masked, min(steps, masked))
-    monkeypatch.setattr(llada, "quotas", quotas)
+    monkeypatch.setattr(rows, "quotas", quotas)
     assert answers(steps=10**12) == answers(steps=9 * 9)
     assert max(planned) == OPTIONS["gen_block_length"]
