@@ -17,7 +17,7 @@ from tests.unit.block_cases import make_sample
 from tests.unit.dflash_cases import anchored, flags
 
 pytestmark = pytest.mark.usefixtures("parallel_state")
-MASK, LAYERS = 2, [0, 2]
+MASK, LAYERS = 2, [0, 3]  # the first and the last, after which transformers applies the final norm
 TARGETS = ("qwen3 tied", "llama")
 VARIANTS = {
     "": "",
