@@ -21,7 +21,7 @@ CONFIGS = [dict(), dict(temperature=8.0, top_k=60), dict(mode="ar")]
 @pytest.fixture(scope="module")
 def written(pool, hf_folder, tmp_path_factory):
     """written(tp): what a random draft and its target write, with each of CONFIGS."""
-    draft = drafts.make(tmp_path_factory.mktemp("draft"), tokenizer=False)
+    draft = drafts.make(tmp_path_factory.mktemp("draft"), tokenizer=False, num_target_layers=4)
 
     @functools.cache
     def run(tp):

@@ -150,6 +150,15 @@ def test_layout_block_by_block(pairs, K, N, extra, way, loss):
     assert dflash.layout(found, length, args).terms["dllm"].count == count
 
 
+def test_a_block_that_does_not_count_sees_itself_alone():
+    """Not even padding, which is of no document either. No row is empty."""
+    sample = anchored(make_sample([0] * 6), [2, 3], [True, False])
+    short = anchored(make_sample([0] * 6, index=1), [1, 3])
+    attributes = dflash.layout([sample, short], 9, flags(dllm_block_size=2)).attributes_BQA
+    allowed = dflash.visible(attributes[0, 9:, None], attributes[0, None])
+    assert allowed.nonzero()[allowed.nonzero()[:, 0] >= 2].tolist() == [[2, 11], [2, 12], [3, 11], [3, 12]]
+
+
 def test_first_guess_weighs_one():
     """The anchor has no weight, and the token after it the largest; divided by the sum of weights."""
     first, second = dflash.decay(torch.tensor([[1, 2]]), 4, 7.0)[0].tolist()
