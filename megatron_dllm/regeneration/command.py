@@ -91,6 +91,8 @@ def check(options: argparse.Namespace) -> str | None:
         raise ValueError(f"--timeout-s {options.timeout_s:g} must be a number above 0.")
     if not 0 < options.top_p <= 1:
         raise ValueError(f"--top-p {options.top_p:g} must be above 0 and at most 1.")
+    if options.reasoning == "disable" and "chat_template_kwargs" in options.extra_body:
+        raise ValueError("--reasoning disable and --extra-body both set chat_template_kwargs: leave one away.")
     if options.retry_failed and not options.resume:
         raise ValueError("--retry-failed asks again in a folder that exists: give --resume too.")
     if os.path.lexists(options.output_dir) and not os.path.isdir(options.output_dir):
@@ -142,6 +144,7 @@ def main(argv: list[str] | None = None, description: str | None = None) -> int:
     try:
         key = check(options)
         shards, mine, wanted = prepare(options)
+        count = remaining(shards, mine, options.retry_failed)
         if shards.source.left_out:
             print(f"note: not kept: {', '.join(sorted(shards.source.left_out))}", file=sys.stderr)
         os.makedirs(options.output_dir, exist_ok=True)
@@ -149,7 +152,7 @@ def main(argv: list[str] | None = None, description: str | None = None) -> int:
         print(f"regenerate.py: error: {error}", file=sys.stderr)
         return 2
     try:
-        asyncio.run(_run(options, key, shards, mine, wanted))
+        asyncio.run(_run(options, key, shards, mine, wanted, count))
     except (ServerGone, ValueError, OSError) as error:
         print(f"regenerate.py: error: {error}\nThe answers so far are kept: go on with --resume.", file=sys.stderr)
         return 1
@@ -160,10 +163,12 @@ def main(argv: list[str] | None = None, description: str | None = None) -> int:
     return 0
 
 
-async def _run(options: argparse.Namespace, key: str | None, shards: Shards, mine: list[int], wanted: dict) -> None:
+async def _run(
+    options: argparse.Namespace, key: str | None, shards: Shards, mine: list[int], wanted: dict, count: int
+) -> None:
+    """count: rows to ask for."""
     from tqdm import tqdm
 
-    count = remaining(shards, mine, options.retry_failed)
     done_before = sum(len(shards.rows(shard)) for shard in mine) - count
     options.concurrency = min(options.concurrency, max(1, count))
     start = time.monotonic()

@@ -56,11 +56,14 @@ class Shards:
         try:
             with open(path, encoding="utf-8") as file:
                 found = json.load(file)
-            return {"answered": found["answered"], "skipped": found["skipped"], "failed": list(found["failed"])}
+            report = {"answered": found["answered"], "skipped": found["skipped"], "failed": list(found["failed"])}
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error}): remove it, and the shard is made anew.") from error
+        if report["answered"] and not os.path.exists(self.path(shard, "parquet")):
+            raise ValueError(f"{path} tells of answers whose .parquet is gone: remove it, and the shard is made anew.")
+        return report
 
     def todo(self, shard: int, decided: set[int], retry_failed: bool) -> list[int]:
         """Rows to ask for. decided: those in the journal."""

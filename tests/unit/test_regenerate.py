@@ -62,7 +62,8 @@ def regenerate(tmp_path, chats):
 
     def run(server, *flags, data=chats, output="out"):
         url = server if isinstance(server, str) else server.url
-        argv = ["--input-data", data, "--output-dir", tmp_path / output, "--target-server", url, "--model", "m"]
+        data = data if isinstance(data, list) else [data]
+        argv = ["--input-data", *data, "--output-dir", tmp_path / output, "--target-server", url, "--model", "m"]
         return command.main([*map(str, argv), "--shard-size", "5", *flags])
 
     return run
@@ -296,6 +297,17 @@ def test_rows_without_a_user_turn_are_skipped(regenerate, tmp_path, capsys):
     assert [report["skipped"] for report in reports(tmp_path / "out")] == [3, 5]
     assert not (tmp_path / "out" / "shard-000001.parquet").exists()  # a reader of chat data refuses an empty one
     assert "2 answered, 0 failed, 8 without a user turn; 2 shards" in capsys.readouterr().out
+
+
+def test_several_files_are_one_input(regenerate, tmp_path, chats):
+    first, second = tmp_path / "a.parquet", write_jsonl(tmp_path / "b.jsonl", [{"messages": chat("user")}] * 2)
+    table = pyarrow.table({"messages": [[say("user", f"q{i}")] for i in range(7)], "id": list(range(7))})
+    parquet.write_table(table, first, row_group_size=3)
+    with ChatServer() as server:
+        assert regenerate(server, "--concurrency", "4", data=[first, second]) == 0
+    found = rows(tmp_path / "out")
+    assert answers(tmp_path / "out") == {i: ALL[i] for i in range(7)} | {7: "1: user 0", 8: "1: user 0"}
+    assert [row["id"] for row in found] == [*range(7), None, None]
 
 
 def test_shuffled(regenerate, tmp_path):
@@ -597,6 +609,7 @@ def test_two_processes_do_not_make_the_same_shard(regenerate, tmp_path, capsys):
         ("--temperature -1", "--temperature -1"),
         ("--top-p 0", "--top-p 0 must be"),
         ("--retry-failed", "give --resume too"),
+        ('--reasoning disable --extra-body {"chat_template_kwargs":{}}', "leave one away"),
         ("--target-server localhost:30000", "must be like http://"),
         ("--target-server http://me:secret@localhost/v1", "holds a password"),
         ("--num-workers-shard 2/2", "'2/2' is no part"),
@@ -663,6 +676,12 @@ def test_an_output_folder_of_another_run(regenerate, tmp_path, capsys, chats):
         assert regenerate(server, "--resume", data=moved) == 2
         assert "the input's content; rows 23, now 24" in capsys.readouterr().err
         assert contents(tmp_path / "out") == before and len(server.bodies) == 23
+        (tmp_path / "out" / "shard-000001.parquet").unlink()
+        moved.write_text("\n".join(moved.read_text().splitlines()[:-1]) + "\n")
+        assert regenerate(server, "--resume", data=moved) == 2
+        assert "shard-000001.json tells of answers" in capsys.readouterr().err
+        (tmp_path / "out" / "shard-000001.json").unlink()
+        assert regenerate(server, "--resume", data=moved) == 0 and contents(tmp_path / "out") == before
         (tmp_path / "out" / "manifest.json").unlink()
         assert regenerate(server, "--resume", data=moved) == 2
     assert "shards but no manifest.json" in capsys.readouterr().err
