@@ -157,7 +157,7 @@ class Server:
             raise ServerGone(f"{told} Correct {_WRONG_FOR_ALL[status]} ({self.url}).")
         if status in _BUSY:
             raise Trouble("busy", told, retry_after_s(response.headers.get("Retry-After")))
-        if status >= 500 or status == 408:
+        if status >= 500:
             raise Trouble("server", told)
         raise Refusal("refused", told)
 

@@ -128,6 +128,7 @@ def read_tools(value: Any) -> list[dict] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ValueError(f'"{TOOLS}" must be a list of objects, or that as JSON text: rewrite it.')
+    json_text(value, f'"{TOOLS}"')
     return value
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,9 +51,10 @@ def chats(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
+def no_waiting(monkeypatch):
     own = client.Server.__init__
     monkeypatch.setattr(client.Server, "__init__", lambda self, *args: own(self, *args, first_pause_s=0.01))
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here cuts the power
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -210,7 +212,7 @@ def test_concurrency_is_what_was_asked_for(regenerate, tmp_path):
     async def together(body):  # nobody is answered before all have asked
         nonlocal everybody
         everybody = everybody or asyncio.Barrier(150)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await everybody.wait()
         return echo(body)
 
@@ -329,15 +331,18 @@ def test_what_is_of_no_use_is_dropped_and_counted(regenerate, tmp_path, capsys):
         "q6": completion("I", "content_filter"),
         "q7": failure(400, "prompt too long"),
         "q8": failure(422, "no such field"),
+        "q9": failure(408, "too slow"),
     }
     with ChatServer(lambda body: odd.get(last(body)) or echo(body)) as server:
         assert regenerate(server) == 0
         assert set(server.asked().values()) == {1}  # none is asked again
         out = tmp_path / "out"
-        assert "16 answered, 7 failed (3 empty, 1 filtered, 2 refused, 1 truncated)" in capsys.readouterr().out
+        told = capsys.readouterr()
+        assert "15 answered, 8 failed (3 empty, 1 filtered, 3 refused, 1 truncated)" in told.out
+        assert re.search(r"23/23 .*[\d.]+rows/s, 8 failed, \d+ tokens/s", told.err)
         assert answers(out) == {i: text for i, text in ALL.items() if f"q{i}" not in odd}
         assert failures(out) == {
-            1: "truncated", 2: "empty", 3: "empty", 4: "empty", 6: "filtered", 7: "refused", 8: "refused"
+            1: "truncated", 2: "empty", 3: "empty", 4: "empty", 6: "filtered", 7: "refused", 8: "refused", 9: "refused"
         }  # fmt: skip
         (failed,) = [f for report in reports(out) for f in report["failed"] if f["index"] == 7]
         assert failed["where"].endswith("chat.jsonl, line 8") and failed["message"] == 1
@@ -349,7 +354,7 @@ def test_what_is_of_no_use_is_dropped_and_counted(regenerate, tmp_path, capsys):
         odd.pop("q2")
         odd.pop("q7")
         assert regenerate(server, "--resume", "--retry-failed") == 0
-        assert len(server.bodies) == 30 and "18 answered, 5 failed" in capsys.readouterr().out
+        assert len(server.bodies) == 31 and "17 answered, 6 failed" in capsys.readouterr().out
         assert list(answers(out)) == [i for i in range(23) if f"q{i}" not in odd]
         odd.clear()
         assert regenerate(server, "--resume", "--retry-failed") == 0
@@ -362,7 +367,6 @@ def test_what_is_of_no_use_is_dropped_and_counted(regenerate, tmp_path, capsys):
     [
         failure(500),
         failure(503),
-        failure(408),
         (200, {}, b'{"choices": [{"mess'),
         (200, {}, {"choices": []}),
         (200, {}, {"error": "overloaded"}),
@@ -392,8 +396,8 @@ def test_what_does_not_pass_is_recorded(regenerate, tmp_path):
         return {"q3": failure(500, "out of memory"), "q4": (200, {}, b"<html>"), "q6": None}.get(last(body), echo(body))
 
     with ChatServer(answer) as server:
-        assert regenerate(server, "--max-retries", "2", "--timeout-s", "0.2") == 0
-    assert [server.asked()[f"q{i}"] for i in (2, 3, 4, 5, 6)] == [1, 3, 3, 3, 3]
+        assert regenerate(server, "--max-retries", "1", "--timeout-s", "1", "--concurrency", "4") == 0
+    assert [server.asked()[f"q{i}"] for i in (2, 3, 4, 5, 6)] == [1, 2, 2, 2, 2]
     assert failures(tmp_path / "out") == {3: "server", 4: "malformed", 5: "timeout", 6: "server"}
 
 
@@ -422,6 +426,20 @@ def test_retry_after_is_seconds_or_a_date():
     assert 98 < retry_after_s(date) < 101
     texts = ["7", "1.5", "-1", "inf", "nan", "soon", "", None, "Fri, 01 Jan 1999 00:00:00 GMT"]
     assert [retry_after_s(text) for text in texts] == [7, 1.5, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_interrupted(regenerate, tmp_path, capsys):
+    def answer(body):
+        if len(server.bodies) == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        return echo(body)
+
+    with ChatServer(answer) as server:
+        assert regenerate(server, "--concurrency", "1") == 130
+        assert "interrupted" in capsys.readouterr().err and len(reports(tmp_path / "out")) == 2
+        assert regenerate(server, "--resume") == 0
+        assert server.asked().total() == 24 and answers(tmp_path / "out") == ALL
 
 
 def test_a_busy_server_is_no_fault_of_the_conversation(regenerate, tmp_path, capsys):
@@ -521,8 +539,9 @@ def test_kill_9_at_any_moment(regenerate, tmp_path, chats):
 
 
 @pytest.mark.parametrize("retried", [False, True])
-def test_killed_between_any_two_changes_of_the_disk(regenerate, tmp_path, monkeypatch, retried):
+def test_killed_between_any_two_changes_of_the_disk(regenerate, tmp_path, chats, monkeypatch, retried):
     """The run is stopped dead before its n-th change of a file, for every n, and goes on."""
+    chats.write_text("".join(chats.read_text().splitlines(keepends=True)[:12]))
     bad = ["q2", "q6"]
     states = []
 
@@ -642,6 +661,7 @@ CALLS = [say("user"), say("assistant", tool_calls=[{"name": "f"}]), say("user")]
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "has a user turn"),
         (json.dumps({"messages": chat("user"), "tools": "f("}), 'line 1: "tools" is text that is not JSON'),
         (json.dumps({"messages": chat("user"), "tools": [1]}), 'line 1: "tools" must be a list of objects'),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [{"a": NaN}]}', 'line 1: JSON cannot hold "tools"'),
         (json.dumps({"messages": CALLS}), "line 1: The tool_calls of message 1 must be a list"),
         ('{"messages": [{"role": "user", "content": "x", "name": "\\ud800"}]}', "half of a character"),
         (json.dumps({"messages": chat("user"), "id": float("nan")}), "JSON cannot hold"),
