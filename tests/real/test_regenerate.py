@@ -114,18 +114,18 @@ def test_transformers_serve(serve, model, tmp_path):
     while len(list((tmp_path / "out").glob("shard-*.json"))) < 2 and process.poll() is None:
         time.sleep(0.01)
     server.kill()
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 1 and "go on with --resume" in err, err
     done = outcome(tmp_path / "out")
     assert 2 <= len([name for name in done if name.endswith(".json")]) < 5
 
     serve(second)  # another address
     process = tool(tmp_path / "out", second)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     print(out)
     process = tool(tmp_path / "once", second, "--concurrency", "16")
-    assert process.wait(120) == 0
+    assert process.wait(300) == 0
     found = outcome(tmp_path / "out")
     assert found == outcome(tmp_path / "once") and found.items() >= done.items()
     rows = [
@@ -143,9 +143,9 @@ def test_transformers_serve(serve, model, tmp_path):
     flags = "--temperature 1.5 --seed 1 --stop-after 0 --concurrency 1".split()
     for name in ("warm", "again"):
         process = tool(tmp_path / name, second, *flags)
-        assert process.wait(120) == 0
+        assert process.wait(300) == 0
     assert outcome(tmp_path / "warm") == outcome(tmp_path / "again") != found
     process = tool(tmp_path / "top_k", second, "--top-k", "5", "--stop-after", "6")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 1 and "422" in err and "top_k" in err and "Traceback" not in err
     assert list((tmp_path / "top_k").iterdir()) == []

@@ -90,6 +90,8 @@ class ChatServer:
                 lines = [f"HTTP/1.1 {status} X", *(f"{name}: {value}" for name, value in headers.items())]
                 writer.write("\r\n".join([*lines, "", ""]).encode() + payload)
                 await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):  # the other side was killed
+            pass
         finally:
             with contextlib.suppress(ConnectionError):
                 writer.close()
