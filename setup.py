@@ -22,7 +22,9 @@ setup(
     ],
     extras_require={
         "test": ["pytest", "hypothesis", "ruff"],
-        "real": ["accelerate", "gguf"],  # what transformers reads GGUF with, for tests/real
+        # for tests/real: what transformers reads GGUF with, and its server
+        "real": ["accelerate", "gguf", "transformers[serving]"],
+        "regenerate": ["httpx2>=2"],  # transformers brings it already, for as long as it needs it itself
         "eval": ["lm-eval==0.4.13"],  # the questions that tools/evaluate.py asks
         "wandb": ["wandb"],
         "te": ["transformer-engine[core_cu13,pytorch]"],

@@ -10,7 +10,9 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from megatron_dllm.data.messages import Message, check_messages, read_json
 Check = Callable[[list[Message]], None]
 """Raises ValueError for a conversation that cannot be trained on."""
 
+_check_any = partial(check_messages, training=False)
 _SHOW_PROGRESS_BYTES = 50 * 2**20
 _ROW_GROUP_CACHE_BYTES = 256 * 2**20
 _ROWS_AT_ONCE = 1024  # decoded together while a parquet file is checked
@@ -63,13 +66,21 @@ class JsonLines:
 
     def messages(self, row: int) -> list[Message]:
         """The conversation. Raises ValueError if the file has changed and holds none there any more."""
+        return self._read(row, check_messages)[self.column]
+
+    def record(self, row: int) -> dict[str, Any]:
+        """All fields of the line that holds the conversation, which may be without an answer. Raises ValueError as
+        `messages` does."""
+        return self._read(row, _check_any)
+
+    def _read(self, row: int, check: Check) -> dict[str, Any]:
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDONLY)
         start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
         # pread has no file position, so that forked workers can share the descriptor
-        return self._parse(os.pread(self._descriptor, stop - start, start), int(self._lines[row]), check_messages)
+        return self._parse(os.pread(self._descriptor, stop - start, start), int(self._lines[row]), check)
 
-    def _parse(self, line: bytes, number: int, check: Check) -> list[Message]:
+    def _parse(self, line: bytes, number: int, check: Check) -> dict[str, Any]:
         try:
             record = read_json(line)
             if not isinstance(record, dict) or self.column not in record:
@@ -79,7 +90,7 @@ class JsonLines:
             raise ValueError(f"{self.path}, line {number}: {error}") from error
         except RecursionError as error:
             raise ValueError(f"{self.path}, line {number}: a field is nested too deep: leave it out.") from error
-        return record[self.column]
+        return record
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_descriptor": None}
@@ -128,9 +139,21 @@ class Parquet:
 
     def messages(self, row: int) -> list[Message]:
         """The conversation. Raises ValueError if the file has changed and holds none there any more."""
+        group, place = self._find(row)
+        return self._parse(self._group(group, self.column)[self.column][place], row, check_messages)
+
+    def record(self, row: int) -> dict[str, Any]:
+        """All columns of the row that holds the conversation, which may be without an answer. Raises ValueError as
+        `messages` does."""
+        group, place = self._find(row)
+        table = self._group(group, None)
+        self._parse(table[self.column][place], row, _check_any)
+        return table.slice(place, 1).to_pylist()[0]
+
+    def _find(self, row: int) -> tuple[int, int]:
+        """(row group, place in it)"""
         group = bisect_right(self._ends, row)
-        first = self._ends[group - 1] if group else 0
-        return self._parse(self._group(group)[row - first], row, check_messages)
+        return group, row - (self._ends[group - 1] if group else 0)
 
     def _parse(self, value, row: int, check: Check) -> list[Message]:
         try:
@@ -156,14 +179,16 @@ class Parquet:
                     f"{self.path} is damaged behind row {row} ({first_line(error)}): replace it."
                 ) from error
 
-    def _group(self, group: int):
-        file = self._open()
-        if group not in self._cache:
-            self._cache[group] = file.read_row_group(group, columns=[self.column], use_threads=False).column(0)
+    def _group(self, group: int, column: str | None):
+        """A row group as an Arrow table: of one column or, for None, of all."""
+        file, key = self._open(), (group, column)
+        if key not in self._cache:
+            columns = None if column is None else [column]
+            self._cache[key] = file.read_row_group(group, columns=columns, use_threads=False)
             while len(self._cache) > 1 and sum(c.nbytes for c in self._cache.values()) > _ROW_GROUP_CACHE_BYTES:
                 self._cache.popitem(last=False)
-        self._cache.move_to_end(group)
-        return self._cache[group]
+        self._cache.move_to_end(key)
+        return self._cache[key]
 
     def _open(self):
         if self._process != os.getpid():  # a forked worker opens its own: Arrow's threads did not come along

@@ -33,16 +33,12 @@ from megatron_dllm.modes.base import BLOCK, CONTEXT, DOCUMENT, NOISY, NUM_ATTRIB
 @dataclass(frozen=True)
 class Guess:
     """What the draft is shown of one row: features [S, F] of the tokens from `first` on, the last token that is
-    written, and how many tokens to guess after it. cached: of the context, how many tokens its cache holds."""
+    written, and how many tokens to guess after it."""
 
     features: torch.Tensor
     first: int
     token: int
     count: int
-
-    @property
-    def cached(self) -> int:
-        return self.first
 
 
 class DraftedRow(CausalRow):
@@ -57,22 +53,15 @@ class DraftedRow(CausalRow):
         self._features: torch.Tensor | None = None
 
     def passes(self) -> list[Pass]:
-        ids, self._written = self._draft[0], self.length
-        places = slice(self.length, self.length + len(ids))
-        self.tokens[places] = ids
-        self.length += len(ids)
         self._seen_from = self._held
-        view = self.view(0, torch.arange(self._written - 1, self.length), hold=self.length)
-        self.length = self._written
-        self.tokens[places] = self.mask_id
-        return [view]
+        end = self.length + len(self._draft[0])
+        return [self.view(end, torch.arange(self.length - 1, end), guesses=self._draft[0])]
 
     def take(self, logits: list[torch.Tensor], features_SF: torch.Tensor | None = None) -> None:
         """features: of the tokens of the pass."""
         ids, q_CV = self._draft
         new, trust = verify(ids, q_CV, self.candidates(logits[0]).distribution().cpu(), self.draws)
-        self.append(new, trust)
-        self._held = min(self._held, self.length - 1)
+        self.append_verified(new, trust)
         self._draft = (self.tokens[:0], None)
         # of those that stand, but for the last, which the target has not run yet
         self._features = features_SF[self._known - self._seen_from : self.length - 1 - self._seen_from]
@@ -129,7 +118,7 @@ class Pair:
             attributes_BTA[b, own, ANCHOR], attributes_BTA[b, own, BLOCK] = anchor, 0
         attributes_BTA[:, :S, STREAM], attributes_BTA[:, S:, STREAM] = CONTEXT, NOISY
         attributes_BTA[..., POSITION] = positions_BT
-        cache.begin(attributes_BTA, [one.cached for one in guesses])
+        cache.begin(attributes_BTA, [one.first for one in guesses])
         for attention in self._attentions:
             attention.cache = cache
         try:

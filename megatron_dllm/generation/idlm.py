@@ -22,18 +22,10 @@ class StridedRow(CausalRow):
         self._draft = (self.tokens[:0], None)  # ids and the distributions they were drawn from
 
     def passes(self) -> list[Pass]:
-        ids, self._written = self._draft[0], self.length
-        # clean while they are looked at; what is refused leaves the cache again
-        places = slice(self.length, self.length + len(ids))
-        self.tokens[places] = ids
-        self.length += len(ids)
+        clean = self.length + len(self._draft[0])
         # the last token of all is predicted at the place before it
-        masks = min(self._stride, max(0, len(self.tokens) - self.length - 2))
-        wanted = torch.arange(self._written - 1, self.length + masks)
-        view = self.view(masks, wanted, hold=self.length)
-        self.length = self._written
-        self.tokens[places] = self.mask_id
-        return [view]
+        end = clean + min(self._stride, max(0, len(self.tokens) - clean - 2))
+        return [self.view(end, torch.arange(self.length - 1, end), clean, guesses=self._draft[0])]
 
     def take(self, logits: list[torch.Tensor]) -> None:
         ids, q_CV = self._draft
@@ -41,9 +33,7 @@ class StridedRow(CausalRow):
         p_NV, drawn = candidates.distribution().cpu(), candidates.draw("draft").cpu()
         verified = len(ids) + 1
         new, trust = verify(ids, q_CV, p_NV[:verified], self.draws)
-        self.append(new, trust)
+        self.append_verified(new, trust)
         self._draft = (self.tokens[:0], None)
         if len(new) == verified:
             self._draft = drawn[verified:], p_NV[verified:]
-        if self.cached:
-            self._held = min(self._held, self.length - 1)

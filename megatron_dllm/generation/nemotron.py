@@ -30,17 +30,28 @@ class CausalRow(Row):
         self.cached = self.config.cache != "none"
         self.length, self._held = self.start, 0
 
-    def view(self, noisy: int, wanted: torch.Tensor, hold: int) -> Pass:
-        """The tokens from the first that the cache lacks to `length`, clean, then the next `noisy` ones as one block.
+    def view(
+        self, end: int, wanted: torch.Tensor, clean: int | None = None, guesses: torch.Tensor | None = None
+    ) -> Pass:
+        """The tokens from the first that the cache lacks up to place `end`; those from place `clean` on are one noisy
+        block, the others are clean and in the cache afterwards.
 
-        wanted: places in the row; hold: the cache has the first so many tokens afterwards.
+        wanted: places in the row; guesses: what is looked at after the written tokens, as if it were written too.
         """
-        held = self._held
-        places = torch.arange(held, self.length + noisy)
-        is_noisy = places >= self.length
+        held, clean = self._held, end if clean is None else clean
+        places = torch.arange(held, end)
+        tokens = self.tokens[places]
+        if guesses is not None:
+            tokens[self.length - held : self.length - held + len(guesses)] = guesses
+        is_noisy = places >= clean
         if self.cached:
-            self._held = hold
-        return Pass(self.tokens[places], places, is_noisy, is_noisy.long(), wanted - held, cached=held)
+            self._held = clean
+        return Pass(tokens, places, is_noisy, is_noisy.long(), wanted - held, cached=held)
+
+    def append_verified(self, ids: torch.Tensor, trust: torch.Tensor) -> None:
+        """`append`, after a view of guesses: what was refused leaves the cache, and the last token has not been run."""
+        self.append(ids, trust)
+        self._held = min(self._held, self.length - 1)
 
     def append(self, ids: torch.Tensor, trust: torch.Tensor | None = None) -> None:
         """Write the next tokens, of which there is room for."""
@@ -61,7 +72,7 @@ class CausalRow(Row):
 
 class AutoregressiveRow(CausalRow):
     def passes(self) -> list[Pass]:
-        return [self.view(0, torch.tensor([self.length - 1]), hold=self.length)]
+        return [self.view(self.length, torch.tensor([self.length - 1]))]
 
     def take(self, logits: list[torch.Tensor]) -> None:
         self.append(*self.next(logits[0]))
@@ -76,27 +87,16 @@ class SpeculativeRow(CausalRow):
 
     def passes(self) -> list[Pass]:
         if not self._seeded:
-            return [self.view(0, torch.tensor([self.length - 1]), hold=self.length)]
+            return [self.view(self.length, torch.tensor([self.length - 1]))]
         seed = self.length - 1
         # the last token of all needs no draft: it comes with the verification
         count = min(self._block - 1, len(self.tokens) - self.length - 1)
-        if self._draft is None and count > 0:
-            # the seed is the noisy block's first token
-            self.length = seed
-            view = self.view(count + 1, torch.arange(seed + 1, seed + 1 + count), hold=seed)
-            self.length = seed + 1
-            return [view]
+        if self._draft is None and count > 0:  # the seed is the noisy block's first token
+            return [self.view(self.length + count, torch.arange(self.length, self.length + count), clean=seed)]
         if self._draft is None:
             self._draft = self.tokens[:0], torch.zeros(0, 0)
-        # clean until they are refused; what is refused leaves the cache again
-        count = len(self._draft[0])
-        places = slice(self.length, self.length + count)
-        self.tokens[places] = self._draft[0]
-        self.length += count
-        view = self.view(0, torch.arange(seed, self.length), hold=self.length)
-        self.length -= count
-        self.tokens[places] = self.mask_id
-        return [view]
+        end = self.length + len(self._draft[0])
+        return [self.view(end, torch.arange(seed, end), guesses=self._draft[0])]
 
     def take(self, logits: list[torch.Tensor]) -> None:
         logits_CV = logits[0]
@@ -109,9 +109,7 @@ class SpeculativeRow(CausalRow):
         else:
             ids, trust = verify(*self._draft, self.candidates(logits_CV).distribution().cpu(), self.draws)
             self._draft = None
-            self.append(ids, trust)
-            if self.cached:
-                self._held = min(self._held, self.length - 1)
+            self.append_verified(ids, trust)
 
 
 def verify(draft_C: torch.Tensor, q_CV: torch.Tensor, p_NV: torch.Tensor, draws) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,8 +137,8 @@ class DiffusionRow(CausalRow):
 
     def passes(self) -> list[Pass]:
         if not self._seeded:
-            return [self.view(0, torch.tensor([self.length - 1]), hold=self.length)]
-        return [self.view(self._last - self.length, self.masked(self.length, self._last), hold=self.length)]
+            return [self.view(self.length, torch.tensor([self.length - 1]))]
+        return [self.view(self._last, self.masked(self.length, self._last), clean=self.length)]
 
     def take(self, logits: list[torch.Tensor]) -> None:
         logits_CV = logits[0]
