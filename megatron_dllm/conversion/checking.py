@@ -52,7 +52,8 @@ def compare(
     Raises ValueError (one sentence) for a folder or checkpoint that cannot be read.
     """
     tokenizer = _moved_tokenizer(path, load, step)
-    planned = plan(load, step=step, tokenizer_model=tokenizer, trust_remote_code=trust_remote_code)
+    options = dict(tokenizer_model=tokenizer, trust_remote_code=trust_remote_code)
+    planned = plan(load, step=step, with_target=False, **options)
     planned.args.bf16, planned.args.fp16, planned.args.params_dtype = False, False, torch.float32
     config = read_config(path)
     family = family_of(config)

@@ -104,6 +104,7 @@ def plan(
     *,
     hf_model: str | None = None,
     target: str | None = None,
+    with_target: bool = True,
     mode: str | None = None,
     step: int | None = None,
     tensor_model_parallel_size: int = 1,
@@ -119,7 +120,8 @@ def plan(
 
     path: a run's folder, or that of an iteration; step: which iteration of the run, default the latest.
     hf_model: instead, a Hugging Face folder of any family; mode: the --dllm-mode that it is decoded as, default the
-    family's. target: of a draft, a Hugging Face folder or that of a run; default the one that it was trained with.
+    family's. target: of a draft, a Hugging Face folder or that of a run; default the one that it was trained with;
+    with_target: False: a draft alone, which cannot decode.
     tokenizer_model, chat_template: where the files are now, if they have moved since training.
     trust_remote_code: the tokenizer may be Python code of its folder; what the checkpoint says about that is not heard.
     mask_token_id: only checked, or for an hf_model whose family and tokenizer do not say it.
@@ -136,7 +138,7 @@ def plan(
         folder = None
     else:
         folder, args = _saved(path, mode, step, mask_token_id)
-    own_target = _target_of(args, target)
+    own_target = _target_of(args, target) if with_target else None
     args.trust_remote_code = trust_remote_code
     for name, value in dict(tokenizer_model=tokenizer_model, chat_template=chat_template).items():
         if value is not None:
