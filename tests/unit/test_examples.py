@@ -92,21 +92,18 @@ def target(tmp_path_factory):
     return make("qwen3", tmp_path_factory.mktemp("target"), shape=dict(max_position_embeddings=4096))[0]
 
 
-@pytest.fixture
-def torchrun(tmp_path, monkeypatch):
-    """Puts the recording torchrun on PATH; returns what runs a script and lists the recorded calls."""
-    stub = tmp_path / "bin" / "torchrun"
-    stub.parent.mkdir()
+def recorder(folder: Path):
+    """What runs a script, with the recording torchrun of `folder` on PATH, and lists the recorded calls."""
+    stub = folder / "bin" / "torchrun"
+    stub.parent.mkdir(parents=True)
     stub.write_text(_RECORD.replace("/usr/bin/env python", sys.executable))
     stub.chmod(0o755)
-    record = tmp_path / "calls"
-    monkeypatch.setenv(
-        "PATH", f"{stub.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    )
-    monkeypatch.setenv("RECORD", str(record))
+    record = folder / "calls"
+    path = os.pathsep.join([str(stub.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
 
     def run(command: list, **environment) -> list[list[str]]:
-        subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True, timeout=60, capture_output=True)
+        environment = os.environ | dict(PATH=path, RECORD=str(record)) | environment
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60, capture_output=True)
         return [json.loads(line) for line in record.read_text().splitlines()]
 
     return run
@@ -123,14 +120,24 @@ def case(call: list[str], tokenizer_of: dict) -> dict:
     return dict(processes=nodes * int(launcher[launcher.index("--nproc-per-node") + 1]), argv=argv)
 
 
+@pytest.fixture(scope="module")
+def refusals(tokenizers, target, tmp_path_factory):
+    """{launch script: why its command is refused, or None}"""
+    cases = []
+    for script in LAUNCHERS:
+        folder = tmp_path_factory.mktemp(script.parent.name)
+        environment = dict(CHAT=str(folder / "chat.jsonl"), TARGET=target, MASK_TOKEN="2")
+        cases.append(case(recorder(folder)(["bash", str(script)], **environment)[-1], tokenizers))
+    return dict(zip(LAUNCHERS, parse(cases), strict=True))
+
+
 @pytest.mark.parametrize("script", LAUNCHERS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_launch_script_is_a_legal_command(script, torchrun, tokenizers, target, tmp_path):
-    calls = torchrun(["bash", str(script)], CHAT=str(tmp_path / "chat.jsonl"), TARGET=target, MASK_TOKEN="2")
-    (error,) = parse([case(calls[-1], tokenizers)])
-    assert error is None
+def test_launch_script_is_a_legal_command(script, refusals):
+    assert refusals[script] is None
 
 
-def test_slurm_script_starts_the_rendezvous_of_all_nodes(torchrun, tokenizers, tmp_path):
+def test_slurm_script_starts_the_rendezvous_of_all_nodes(tokenizers, tmp_path):
+    torchrun = recorder(tmp_path)
     # what SLURM provides: srun runs its command once here, as node 1 of 8
     commands = dict(
         srun='while [[ $1 == --* ]]; do shift; done; exec "$@"',
