@@ -62,7 +62,14 @@ def test_the_single_process_equals_the_naive_computation(drafts, target, kind):
 
 @pytest.mark.parametrize("layout", CHAT)
 def test_chat(drafts, layout):
-    drafts("qwen3 tied", "chat").check(*LAYOUTS[layout])
+    family = drafts("qwen3 tied", "chat")
+    reports = family.check(*LAYOUTS[layout])[-1]["reports"], family.reference["reports"]
+    measured = [
+        [{name: x for name, x in report.items() if name.startswith(("draft ", "accepted "))} for report in of]
+        for of in reports
+    ]
+    assert len(measured[1][0]) == 5  # sums over all ranks, divided once
+    assert measured[0] == [{name: pytest.approx(x, rel=1e-6) for name, x in report.items()} for report in measured[1]]
 
 
 @pytest.mark.parametrize("layout", ("TP2 SP", "CP2 all_gather"))
