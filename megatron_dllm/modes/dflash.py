@@ -45,6 +45,13 @@ def add_args(group) -> None:
         "tokenizer and token ids are the defaults of this run.",
     )
     group.add_argument(
+        "--dflash-target-backend",
+        choices=("megatron", "transformers"),
+        default="megatron",
+        help="What runs it: our own layers, sharded like the draft (default; families that are ours), or transformers, "
+        "whole on every rank (any local folder, also of hybrid Mamba models).",
+    )
+    group.add_argument(
         "--dflash-target-layers",
         type=int,
         nargs="+",
