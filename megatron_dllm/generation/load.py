@@ -59,6 +59,7 @@ _NEUTRAL = dict(
     init_from_hf=False,
     save_hf_interval=None,
     dflash_target=None,  # a draft is built alone
+    dflash_features=None,  # of training samples
     use_persistent_ckpt_worker=False,
 )
 

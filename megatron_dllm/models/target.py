@@ -1,8 +1,8 @@
 """The frozen target of a draft: hidden states of some of its layers, its embeddings and its head.
 
 It is a model of our own families, tensor-parallel like the draft (targets/megatron.py), or any model of transformers
-(targets/hugging_face.py); causal within each document. It gets no gradient, is no part of the draft's checkpoint, and
-of its hidden states only the chosen ones are kept.
+(targets/hugging_face.py), or was run before (targets/offline.py); causal within each document. It gets no gradient, is
+no part of the draft's checkpoint, and of its hidden states only the chosen ones are kept.
 """
 
 import os
@@ -117,7 +117,7 @@ def defaults(path: str, backend: str = MEGATRON, trust_remote_code: bool = False
 def check(args: Namespace) -> None:
     """Fill in which of its layers are read; ValueError (one sentence) if a draft of this shape does not fit it."""
     from megatron_dllm.models.dflash_draft import spread
-    from megatron_dllm.models.targets import hugging_face
+    from megatron_dllm.models.targets import hugging_face, offline
 
     backend = backend_of(args)
     target = describe(args.dflash_target, backend, args.trust_remote_code).args
@@ -142,12 +142,16 @@ def check(args: Namespace) -> None:
         )
     if backend == TRANSFORMERS:
         hugging_face.check(args.dflash_target, args)
+    if args.dflash_features is not None:
+        offline.check(args)
 
 
 def build(args: Namespace, pg_collection=None) -> Target:
     """The target of a run, frozen, on this rank. Raises ValueError (one sentence) for weights that cannot be read."""
-    from megatron_dllm.models.targets import hugging_face, megatron
+    from megatron_dllm.models.targets import hugging_face, megatron, offline
 
+    if args.dflash_features is not None:
+        return offline.build(args, pg_collection)
     if backend_of(args) == TRANSFORMERS:
         return hugging_face.build(args, args.dflash_target, pg_collection)
     return megatron.build(args, describe(args.dflash_target), pg_collection)

@@ -59,6 +59,12 @@ def add_args(group) -> None:
         metavar="LAYER",
         help="Layers of the target, counted from 0, whose outputs are read; default: as many as the draft has, spread.",
     )
+    group.add_argument(
+        "--dflash-features",
+        metavar="DIR",
+        help="Read the target's hidden states from this folder, which tools/cache_features.py has written, instead of "
+        "running the target.",
+    )
     group.add_argument("--dflash-num-anchors", type=int, default=512, metavar="N", help="Most blocks of a sample.")
     group.add_argument(
         "--dflash-anchor-sampling",

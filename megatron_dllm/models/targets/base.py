@@ -33,6 +33,11 @@ class Target:
         """[Q, B, D]"""
         return self.model.embedding(input_ids=tokens_BQ, position_ids=None)
 
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Embedding and head, [V, D] each without padding; no head if it is the embedding. Collective over
+        tensor-parallel ranks."""
+        raise NotImplementedError
+
 
 class Ends(torch.nn.Module):
     """Embedding and head of a target whose layers are not ours, under the names that a ScoreView looks for.
@@ -56,7 +61,7 @@ class Ends(torch.nn.Module):
     ):
         super().__init__()
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        tied, head_VD = head_VD is None, embedding_VD if head_VD is None else head_VD
+        self.tied, head_VD = head_VD is None, embedding_VD if head_VD is None else head_VD
         for what, table in (("embedding", embedding_VD), ("head", head_VD)):
             if table.shape != (vocab_size, config.hidden_size):
                 raise ValueError(
@@ -67,7 +72,6 @@ class Ends(torch.nn.Module):
         self.register_buffer("table_VD", embedding_VD.detach(), persistent=False)
         rows = _own_rows(head_VD.detach(), padded_vocab_size, self.pg_collection.tp)
         self.register_buffer("head_VD", rows, persistent=False)
-        self.tied = tied
         self.output_layer = Head(
             config.hidden_size,
             padded_vocab_size,
@@ -92,6 +96,13 @@ class Ends(torch.nn.Module):
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, V/tp] fp32, like a DiffusionLM's."""
         return self.output_layer.logits(hidden_ND, self.head_VD, self.true_vocab_size)
+
+
+def all_rows(mine_VD: torch.Tensor, vocab_size: int, group) -> torch.Tensor:
+    """[V, D] of a table whose rows are split over a group."""
+    parts = [torch.empty_like(mine_VD) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, mine_VD.contiguous(), group=group)
+    return torch.cat(parts)[:vocab_size]
 
 
 def _own_rows(head_VD: torch.Tensor, padded: int, group) -> torch.Tensor:

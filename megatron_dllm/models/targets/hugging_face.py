@@ -16,7 +16,7 @@ from argparse import Namespace
 import torch
 from megatron.training.arguments import core_transformer_config_from_args
 
-from megatron_dllm.models.targets.base import Ends, Target, Whole
+from megatron_dllm.models.targets.base import Ends, Target, Whole, all_rows
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATELESS = _ATTENTION | {"mlp", "moe", "dense", "sparse"}  # kinds of layers that remember nothing but keys and values
@@ -181,6 +181,11 @@ class TransformersTarget(Target):
     ) -> torch.Tensor:
         whole = Whole(tokens_BS, attributes_BSA, self.model.pg_collection.cp)
         return whole.own(self.run(whole.tokens_BS, whole.position_ids_BS, whole.document_BS))
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ends = self.model
+        head_VD = None if ends.tied else all_rows(ends.head_VD, ends.true_vocab_size, ends.pg_collection.tp)
+        return ends.table_VD, head_VD
 
     @torch.no_grad()
     def run(self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, document_BS: torch.Tensor) -> torch.Tensor:

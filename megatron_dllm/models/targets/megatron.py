@@ -8,7 +8,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_dllm.models.dlm import DiffusionLM
 from megatron_dllm.models.family import PLAIN
-from megatron_dllm.models.targets.base import Target
+from megatron_dllm.models.targets.base import Target, all_rows
 from megatron_dllm.modes.base import DOCUMENT, POSITION
 
 # What the target has of its own; everything else about how it is computed is the run's.
@@ -91,3 +91,9 @@ class MegatronTarget(Target):
         features_SBF = torch.cat([self._outputs[place] for place in self._layers], dim=-1)
         self._outputs.clear()
         return features_SBF
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        model = self.model
+        whole = lambda weight: all_rows(weight.detach(), model.true_vocab_size, model.pg_collection.tp)
+        tied = model.share_embeddings_and_output_weights
+        return whole(model.embedding.word_embeddings.weight), None if tied else whole(model.output_layer.weight)
