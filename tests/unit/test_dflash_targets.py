@@ -6,9 +6,11 @@ import pytest
 import torch
 import transformers
 
+from megatron_dllm.generation import load
 from megatron_dllm.models import target as targets
 from megatron_dllm.models.targets import hugging_face
 from megatron_dllm.models.targets.hugging_face import TransformersTarget
+from tests import drafts
 from tests.hf_models import HYBRID, SHAPE, VOCABULARY, make, randomize, write_tokenizer
 
 
@@ -80,7 +82,7 @@ def test_shape_and_what_is_not_ours(tmp_path):
     assert expected.items() <= found.items() and found["vocab_size"] == VOCABULARY and "rotary_base" not in found
     assert targets.describe(path, "transformers").args.num_layers == 4
     with pytest.raises(ValueError, match="not decoded with, because what the target remembers"):
-        targets.check_decodable(path)
+        load.plan(hf_model=drafts.make(tmp_path), target=path)
     with pytest.raises(ValueError, match="use --dflash-target-backend transformers"):
         targets.describe(path)
     with pytest.raises(ValueError, match="holds no model"):

@@ -76,8 +76,10 @@ def write(args: Namespace, datasets: Datasets, path: str, count: int | None = No
     known = {u: [key(s.tokens_S, s.position_S, s.document_S) for s in _samples(work[u])] for u in mine}
     keys, lengths, owner = _unique(_gather(known))
     writer = Writer(path, _header(args, datasets, count), keys, lengths, len(work), _tables(args))
-    free_text = f"{len(keys)} samples, {int(lengths.sum())} tokens x {writer.header['width']} features"
-    told(f"{path}: {free_text} in {writer.header['identity']['precision']}, {writer.total_bytes / 1e9:.3f} GB")
+    told(
+        f"{path}: {len(keys)} samples, {int(lengths.sum())} tokens x {writer.header['width']} features in "
+        f"{writer.header['identity']['precision']}: {_size(writer.total_bytes)} of {_size(writer.free_bytes())} free"
+    )
     _together(writer.prepare, first)
     done = writer.open()
     if done:
@@ -141,6 +143,10 @@ def _tables(args: Namespace) -> int:
     described = targets.describe(args.dflash_target, args.dflash_target_backend, args.trust_remote_code)
     tied = not getattr(described.args, "untie_embeddings_and_output_weights", True)
     return 1 if tied else 2
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def _in_step(mine: list[int], work: list[Unit], shows: bool) -> Iterator[tuple[int | None, Unit]]:

@@ -14,6 +14,7 @@ name when it is whole; until then it is called .part, and an interrupted writer 
 import hashlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -129,6 +130,13 @@ class Writer:
             return not same or not np.array_equal(np.load(os.path.join(self._part, "keys.npy")), self.keys)
         except (OSError, ValueError):
             return True
+
+    def free_bytes(self) -> int:
+        """Of the disk that it goes to, with what an earlier attempt has reserved there."""
+        parent = Path(self.path).absolute().parent
+        while not parent.exists():
+            parent = parent.parent
+        return shutil.disk_usage(parent).free + (0 if self.begins_anew() else self.header["bytes"])
 
     def prepare(self) -> None:
         """The first process: check that all fits, and reserve it."""
