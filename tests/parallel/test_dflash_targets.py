@@ -2,7 +2,10 @@
 Mamba models, which only it can; what cannot be right is refused."""
 
 import pytest
+import transformers
+from safetensors.torch import load_file, save_file
 
+from tests.hf_models import SHAPE, write_tokenizer
 from tests.parallel.families import LAYOUTS, Family, close
 from tests.parallel.hf import TRAIN, write_words
 from tests.parallel.pool import CaseFailed
@@ -77,3 +80,17 @@ def test_packed_text_has_no_state_to_cut(pool, command):
 
 def test_families_that_are_not_ours(pool, command):
     assert "use --dflash-target-backend transformers" in refused(pool, command("nemotron_h", "chat"))
+
+
+@pytest.mark.parametrize(("broken", "message"), [(False, "has a bias"), (True, "has no weights for model.layers.2")])
+def test_weights_that_cannot_be_used(pool, command, tmp_path, broken, message):
+    path = str(tmp_path / "target")
+    config = transformers.PhiConfig(**SHAPE | dict(hidden_size=64))  # its head has a bias
+    transformers.PhiForCausalLM(config).save_pretrained(path)
+    write_tokenizer(path, config.vocab_size)
+    if broken:
+        file = f"{path}/model.safetensors"
+        tensors = {key: x for key, x in load_file(file).items() if key != "model.layers.2.mlp.fc1.weight"}
+        save_file(tensors, file, metadata={"format": "pt"})
+    argv = [*command("qwen3", "chat", TRANSFORMERS), "--dflash-target", path, "--dflash-target-layers", "1"]
+    assert message in refused(pool, argv)

@@ -37,19 +37,20 @@ def describe(path: str, trust_remote_code: bool = False) -> Namespace:
     """Its shape under Megatron's names; what a configuration does not say (heads of a model without attention) is
     missing. Raises ValueError (one sentence)."""
     config = read_config(path, trust_remote_code)
-    get = lambda *names: next((v for name in names if (v := getattr(config, name, None)) is not None), None)
-    heads = get("num_attention_heads")
+    get = lambda *names: next((v for name in names if isinstance(v := getattr(config, name, None), int | float)), None)
+    heads, width = get("num_attention_heads"), get("hidden_size")
+    rope = getattr(config, "rope_parameters", None) or {}
     found = dict(
         num_layers=get("num_hidden_layers"),
-        hidden_size=get("hidden_size"),
+        hidden_size=width,
         vocab_size=get("vocab_size"),
         max_position_embeddings=get("max_position_embeddings"),
         ffn_hidden_size=get("intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=get("num_key_value_heads") or heads,
-        kv_channels=get("head_dim") or (get("hidden_size") // heads if heads else None),
+        kv_channels=get("head_dim") or (width // heads if heads and width else None),
         layernorm_epsilon=get("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps"),
-        rotary_base=(get("rope_parameters") or {}).get("rope_theta") or get("rope_theta"),
+        rotary_base=rope.get("rope_theta") or get("rope_theta"),
         dllm_mask_token_id=get("mask_token_id"),
     )
     for name in ("num_layers", "hidden_size", "vocab_size"):
