@@ -175,23 +175,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     shape.add_argument("--hf-model")
     shape.add_argument("--dllm-family")
     shape.add_argument("--dflash-target")
+    shape.add_argument("--dflash-target-backend", default="megatron")
+    shape.add_argument("--trust-remote-code", action="store_true")
     chosen, _ = shape.parse_known_args()
     if chosen.model_preset is not None and chosen.hf_model is not None:
         raise ValueError("--model-preset and --hf-model both give the model's shape: give one of them.")
     if chosen.model_preset is not None:
         parser.set_defaults(**get_preset(chosen.model_preset))
     if chosen.dflash_target is not None:
-        parser.set_defaults(**target_defaults(chosen.dflash_target))
+        backend = chosen.dflash_target_backend
+        parser.set_defaults(**target_defaults(chosen.dflash_target, backend, chosen.trust_remote_code))
     if chosen.hf_model is not None:
         family = None if chosen.dllm_family is None else get_family(chosen.dllm_family)
         parser.set_defaults(**folder_defaults(chosen.hf_model, family))
     return parser
 
 
-def target_defaults(path: str) -> dict:
+def target_defaults(path: str, backend: str, trust_remote_code: bool) -> dict:
     from megatron_dllm.models import target  # brings all of Megatron with it
 
-    return target.defaults(path)
+    return target.defaults(path, backend, trust_remote_code)
 
 
 def _rope_scaling(text: str) -> dict:

@@ -63,6 +63,18 @@ GROUPED = dict(
     attention_bias=False,
     num_nextn_predict_layers=0,
 )
+HYBRID = dict(
+    layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+    ssm_state_size=8,
+    mamba_num_heads=8,
+    mamba_head_dim=10,
+    n_groups=2,
+    chunk_size=8,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    moe_shared_expert_intermediate_size=24,
+)
 HEAD = dict(head_dim=16)  # x 4 heads is not the width
 # name -> (class, changes of SHAPE)
 MODELS = {
@@ -87,10 +99,12 @@ MODELS = {
     "nemotron": ("Ministral3", dict(HEAD, rope_parameters=YARN)),
 }
 
+FOREIGN = {"nemotron_h": ("NemotronH", HEAD | HYBRID)}  # none of our families
+
 
 def make(name: str, folder, dtype=torch.float32, shape: dict | None = None, shards: str | None = None):
     """Write the folder, return (its path, the transformers model)."""
-    kind, changes = MODELS[name]
+    kind, changes = (MODELS | FOREIGN)[name]
     config = getattr(transformers, f"{kind}Config")(**(SHAPE | changes | (shape or {})))
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)

@@ -59,6 +59,7 @@ _NEUTRAL = dict(
     init_from_hf=False,
     save_hf_interval=None,
     dflash_target=None,  # a draft is built alone
+    dflash_features=None,  # of training samples
     use_persistent_ckpt_worker=False,
 )
 
@@ -207,6 +208,8 @@ def _target_of(args: Namespace, given: str | None) -> str | None:
         return None
     path = given or getattr(args, "dflash_target", None)
     if path is not None:
+        target_of_draft.check_decodable(path)
+        args.dflash_target_backend = target_of_draft.MEGATRON  # whatever ran it in training
         args.dllm_mode = "dflash"  # what was imported from a folder has another one in its place
         defaults = target_of_draft.defaults(path)
         for name in ("tokenizer_type", "tokenizer_model"):

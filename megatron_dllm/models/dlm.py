@@ -221,12 +221,7 @@ class DiffusionLM(LanguageModule):
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, V/tp] fp32 logits of this rank's columns; padding columns hold the lowest float."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden_ND, weight=weight)
-        if self.vocab_size == self.true_vocab_size:
-            return logits.float()
-        columns = torch.arange(logits.shape[-1], device=logits.device)
-        columns = columns + self.pg_collection.tp.rank() * logits.shape[-1]
-        return logits.float().masked_fill(columns >= self.true_vocab_size, torch.finfo(torch.float32).min)
+        return self.output_layer.logits(hidden_ND, weight, self.true_vocab_size)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """GPTModel's keys: it stores no extra state for the output layer."""
@@ -252,6 +247,14 @@ class Head(tensor_parallel.ColumnParallelLinear):
         if loss is not None:
             return WeightedLoss.apply(input_, weight, weights_N, self.tp_group, vocab, *loss)
         return WeightedNLL.apply(input_, weight, targets_N, weights_N, self.tp_group, vocab, HEAD_CHUNK_ROWS)
+
+    def logits(self, hidden_ND: torch.Tensor, weight: torch.Tensor | None, true_vocab_size: int) -> torch.Tensor:
+        """[N, V/tp] fp32 logits of this rank's columns; padding columns hold the lowest float."""
+        logits, _ = self(hidden_ND, weight=weight)
+        if self.output_size == true_vocab_size:
+            return logits.float()
+        columns = torch.arange(logits.shape[-1], device=logits.device) + self.tp_group.rank() * logits.shape[-1]
+        return logits.float().masked_fill(columns >= true_vocab_size, torch.finfo(torch.float32).min)
 
 
 class ScoreView:

@@ -51,12 +51,25 @@ def add_args(group) -> None:
         "tokenizer and token ids are the defaults of this run.",
     )
     group.add_argument(
+        "--dflash-target-backend",
+        choices=("megatron", "transformers"),
+        default="megatron",
+        help="What runs it: our own layers, sharded like the draft (default; families that are ours), or transformers, "
+        "whole on every rank (any local folder, also of hybrid Mamba models).",
+    )
+    group.add_argument(
         "--dflash-target-layers",
         type=int,
         nargs="+",
         default=None,
         metavar="LAYER",
         help="Layers of the target, counted from 0, whose outputs are read; default: as many as the draft has, spread.",
+    )
+    group.add_argument(
+        "--dflash-features",
+        metavar="DIR",
+        help="Read the target's hidden states from this folder, which tools/cache_features.py has written, instead of "
+        "running the target.",
     )
     group.add_argument("--dflash-num-anchors", type=int, default=512, metavar="N", help="Most blocks of a sample.")
     group.add_argument(

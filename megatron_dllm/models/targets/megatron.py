@@ -1,0 +1,99 @@
+"""A target of one of our own families: tensor- and expert-parallel like the draft, causal within each document."""
+
+import copy
+from argparse import Namespace
+
+import torch
+from megatron.training.arguments import core_transformer_config_from_args
+
+from megatron_dllm.models.dlm import DiffusionLM
+from megatron_dllm.models.family import PLAIN
+from megatron_dllm.models.targets.base import Target, all_rows
+from megatron_dllm.modes.base import DOCUMENT, POSITION
+
+# What the target has of its own; everything else about how it is computed is the run's.
+_SHAPE = (*PLAIN, "vocab_size", "max_position_embeddings", "moe_router_dtype")
+
+
+def causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A token and those before it in its document."""
+    return (query[..., DOCUMENT] == key[..., DOCUMENT]) & (key[..., POSITION] <= query[..., POSITION])
+
+
+def build(args: Namespace, described, pg_collection=None) -> "MegatronTarget":
+    """On this rank. Raises ValueError for a checkpoint that cannot be read."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+
+    from megatron_dllm.conversion.source import Source, load_into
+    from megatron_dllm.models import get_family
+
+    own = copy.copy(args)
+    for name in _SHAPE:
+        if hasattr(described.args, name):
+            setattr(own, name, getattr(described.args, name))
+    # sequence parallelism shares out activations that are kept for backward: here none are
+    own.sequence_parallel, own.recompute_granularity, own.recompute_method = False, None, None
+    own.dflash_target_layers = None
+    own.padded_vocab_size = vocab_size_with_padding(own.vocab_size, own, logging_enabled=False)
+    config = core_transformer_config_from_args(own)
+    config.perform_initialization = False
+    model = DiffusionLM(
+        config,
+        rule=causal,
+        vocab_size=own.padded_vocab_size,
+        true_vocab_size=own.vocab_size,
+        max_sequence_length=own.max_position_embeddings,
+        share_embeddings_and_output_weights=not own.untie_embeddings_and_output_weights,
+        rotary_base=own.rotary_base,
+        rotary_percent=own.rotary_percent,
+        rope_scaling=own.dllm_rope_scaling,
+        attention_backend=args.dllm_attention_backend,
+        pg_collection=pg_collection,
+    )
+    if described.folder is not None:
+        load_into(model, Source(described.folder, get_family(described.args.dllm_family), own), args.seed)
+    else:
+        metadata = dist_checkpointing.load_content_metadata(described.checkpoint)
+        state = dict(model=model.sharded_state_dict(metadata=metadata))
+        strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
+        model.load_state_dict(dist_checkpointing.load(state, described.checkpoint, strict=strict)["model"])
+    return MegatronTarget(model.to(config.params_dtype).cuda(), args.dflash_target_layers)
+
+
+class MegatronTarget(Target):
+    """layers: whose outputs `features` returns, counted from 0, in this order."""
+
+    def __init__(self, model: DiffusionLM, layers: list[int]):
+        self.model, self._layers = model.eval().requires_grad_(False), layers
+        self._outputs: dict[int, torch.Tensor] = {}
+        for place in set(layers):
+            last = place == len(model.decoder.layers) - 1
+            # after the last one comes the final norm, as in transformers' hidden_states, which drafts are trained on
+            module = model.decoder.final_layernorm if last else model.decoder.layers[place]
+            module.register_forward_hook(self._note(place))
+
+    def _note(self, place: int):
+        def hook(module, arguments, output):
+            self._outputs[place] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    @torch.no_grad()
+    def features(
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor
+    ) -> torch.Tensor:
+        self.model(tokens_BS, position_ids_BS, attributes_BSA, rows_N=tokens_BS.new_zeros(0))
+        return self.taken()
+
+    def taken(self) -> torch.Tensor:
+        """[S, B, F] of the pass that has just been made; once."""
+        features_SBF = torch.cat([self._outputs[place] for place in self._layers], dim=-1)
+        self._outputs.clear()
+        return features_SBF
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        model = self.model
+        whole = lambda weight: all_rows(weight.detach(), model.true_vocab_size, model.pg_collection.tp)
+        tied = model.share_embeddings_and_output_weights
+        return whole(model.embedding.word_embeddings.weight), None if tied else whole(model.output_layer.weight)
