@@ -15,6 +15,7 @@ have another layout and batch; features are then those of the target but for the
 
 import argparse
 import os
+import sys
 
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail, read_command_line
@@ -55,6 +56,8 @@ def run(store=None) -> None:
     from megatron_dllm.models.targets import caching
     from megatron_dllm.training import embedding_ranks
 
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        read_flags()  # prints the flags, and ends
     with quiet():
         args, tokenizer, path, count = read_flags()
         caching.check(args)
