@@ -14,6 +14,7 @@ have another layout and batch; features are then those of the target but for the
 """
 
 import argparse
+import contextlib
 import os
 import sys
 
@@ -22,11 +23,13 @@ from megatron_dllm.arguments import fail, read_command_line
 from megatron_dllm.launch import default_to_one_process, quiet
 
 
-def read_flags(store=None) -> tuple:
+def read_flags() -> tuple:
     """(args, tokenizer, folder, number of samples or None). Raises ValueError (one sentence)."""
     given = {}
 
     def extend(parser: argparse.ArgumentParser) -> None:
+        parser.usage = "%(prog)s --dflash-features DIR [flags of pretrain_dllm.py]"
+        parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
         parser.add_argument("--num-samples", type=int, metavar="N", help="Training samples; default: an epoch.")
 
     def adapt(args) -> None:
@@ -56,9 +59,8 @@ def run(store=None) -> None:
     from megatron_dllm.models.targets import caching
     from megatron_dllm.training import embedding_ranks
 
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        read_flags()  # prints the flags, and ends
-    with quiet():
+    shows_help = {"-h", "--help"} & set(sys.argv)
+    with contextlib.nullcontext() if shows_help else quiet():
         args, tokenizer, path, count = read_flags()
         caching.check(args)
         datasets = build_datasets(args, tokenizer)
