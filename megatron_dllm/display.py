@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 import unicodedata
 from collections.abc import Iterator
 from html import escape
@@ -33,8 +34,14 @@ def html_page(title: str, style: str, body: str, head: str = "") -> str:
 def check_writable(flag: str, path: str) -> None:
     """ValueError unless a file could be written at `path`, which `flag` named."""
     folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise ValueError(f"{flag} {path} is not a file in a folder that can be written to: choose another.")
+    refused = ValueError(f"{flag} {path!r} is not a file in a folder that can be written to: choose another.")
+    if not path or os.path.isdir(path) or not os.path.isdir(folder):
+        raise refused
+    try:  # permissions do not tell all, for instance of /proc
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise refused from error
 
 
 @contextlib.contextmanager

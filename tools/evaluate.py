@@ -17,6 +17,7 @@ import time
 
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail
+from megatron_dllm.display import check_writable, whole_file
 from megatron_dllm.evaluation import AUTO, BOUND, LIKELIHOODS
 from megatron_dllm.generation.config import REMASKING, GenerationConfig
 from megatron_dllm.launch import quiet
@@ -83,9 +84,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.log_samples and options.output_path is None:
         raise ValueError("--log-samples writes into --output-path: give it.")
     if options.output_path is not None:
-        folder = os.path.dirname(os.path.abspath(options.output_path))
-        if os.path.isdir(options.output_path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise ValueError(f"--output-path {options.output_path} cannot be written: name a file in a folder.")
+        check_writable("--output-path", options.output_path)
 
 
 def import_harness():
@@ -144,6 +143,7 @@ def prepare(options: argparse.Namespace):
         from megatron_dllm.evaluation.lm import answer_tokens, chat_text, check_answer
         from megatron_dllm.evaluation.replicas import plan
         from megatron_dllm.generation import check_sampler
+        from megatron_dllm.generation.samplers import stops_at_eos
 
         planned = plan(
             options.load,
@@ -156,7 +156,7 @@ def prepare(options: argparse.Namespace):
             trust_remote_code=options.trust_remote_code,
         )
     args, tokenizer = planned.args, planned.tokenizer
-    config = decoding_config(options, stop_at_eos=tokenizer.eos_id is not None)
+    config = decoding_config(options, stop_at_eos=stops_at_eos(args, tokenizer))
     with quiet():
         manager, names, tasks = find_tasks(TaskManager, options.tasks, options.include_path)
     kinds = {task.OUTPUT_TYPE for task in tasks.values()}
@@ -237,6 +237,9 @@ def report(results: dict, options: argparse.Namespace, forwards: int, loading: f
     """The table on standard output, how long it took on standard error, everything in --output-path."""
     from lm_eval.utils import handle_non_serializable, make_table
 
+    if options.output_path is not None:  # first: nothing that is only shown may cost the results
+        with whole_file(options.output_path) as file:
+            json.dump(results, file, default=handle_non_serializable, ensure_ascii=False, indent=1)
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
@@ -246,9 +249,6 @@ def report(results: dict, options: argparse.Namespace, forwards: int, loading: f
         f"Likelihoods took {forwards} sequences through the network.",
         file=sys.stderr,
     )
-    if options.output_path is not None:
-        with open(options.output_path, "w", encoding="utf-8") as file:
-            json.dump(results, file, default=handle_non_serializable, ensure_ascii=False, indent=1)
 
 
 if __name__ == "__main__":

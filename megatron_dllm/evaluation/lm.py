@@ -28,6 +28,7 @@ from megatron_dllm.evaluation.likelihood import Score, Statistics, kind_of, logl
 from megatron_dllm.evaluation.replicas import share_out
 from megatron_dllm.generation import GenerationConfig, generate
 from megatron_dllm.generation.load import Loaded
+from megatron_dllm.generation.samplers import stops_at_eos
 
 ANSWER_TOKENS = 256  # where a task does not say, as in lm-eval
 
@@ -67,7 +68,7 @@ class EvaluatedModel(LM):
             likelihood=self._kind, num_draws=num_draws, batch_size=batch_size, seed=seed, check_greedy=check_greedy
         )
         self._decoding = decoding or GenerationConfig(
-            seed=seed, batch_size=batch_size, stop_at_eos=loaded.tokenizer.eos_id is not None
+            seed=seed, batch_size=batch_size, stop_at_eos=stops_at_eos(loaded.args, loaded.tokenizer)
         )
         self._most, self._steps, self._temperature = max_new_tokens, steps, temperature
         self._positions = loaded.args.max_position_embeddings

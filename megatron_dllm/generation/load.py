@@ -139,6 +139,8 @@ def plan(
         folder = None
     else:
         folder, args = _saved(path, mode, step, mask_token_id)
+    if target_layers(args) is not None and pipeline_model_parallel_size > 1:
+        raise ValueError("a draft is decoded on whole layers: leave out --pipeline-model-parallel-size.")
     own_target = _target_of(args, target) if with_target else None
     args.trust_remote_code = trust_remote_code
     for name, value in dict(tokenizer_model=tokenizer_model, chat_template=chat_template).items():
@@ -167,6 +169,8 @@ def plan(
 
 def _saved(path: str, mode: str | None, step: int | None, mask_token_id: int | None) -> tuple[str, Namespace]:
     folder = iteration_folder(path, step)
+    if step is not None and folder == path:
+        raise ValueError(f"--load {path} is one iteration already: leave out --ckpt-step, or give the run's folder.")
     if folder is None or not os.path.isdir(folder):
         missing = f"{TRACKER} is missing" if folder is None else f"there is no {os.path.basename(folder)}"
         raise ValueError(f"--load {path} holds no checkpoint ({missing}): give a run's folder or an iter_ folder.")
@@ -203,12 +207,17 @@ def _imported(
 def _target_of(args: Namespace, given: str | None) -> str | None:
     """The target that a draft is decoded with; a draft without one is refused by the sampler, which it has none for."""
     if target_layers(args) is None:
+        if args.dllm_mode == "dflash":
+            raise ValueError("the model is no draft, which --dllm-mode dflash decodes with: choose another mode.")
         if given is not None:
             raise ValueError("--target is the model that a draft drafts for, and the model is no draft: leave it out.")
         return None
     path = given or getattr(args, "dflash_target", None)
     if path is not None:
-        target_of_draft.check_decodable(path)
+        try:
+            target_of_draft.check_decodable(path)
+        except ValueError as error:  # names the flag of training
+            raise ValueError(str(error).replace("--dflash-target", "--target")) from error
         args.dflash_target_backend = target_of_draft.MEGATRON  # whatever ran it in training
         args.dllm_mode = "dflash"  # what was imported from a folder has another one in its place
         defaults = target_of_draft.defaults(path)

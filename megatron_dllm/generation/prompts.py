@@ -14,6 +14,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """Text (encoded as it is), token ids, or a conversation (through the chat template)."""
 
 _GAP = re.compile(r"\[MASK(?::(\d+))?\]")
+_NO_GAP = re.compile(r"\[MASK:(?!\d+\])[^\]]*\]")
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ def _gaps(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask_i
     if isinstance(prompt, str):
         # the stretches between gaps are encoded one by one: none of their tokens may reach into a gap
         pieces, end = [], 0
+        if wrong := _NO_GAP.search(prompt):
+            raise ValueError(f"{name} has {wrong[0]}, which is no gap: write how many tokens it has, as [MASK:12].")
         for gap in _GAP.finditer(prompt):
             pieces.append((tokenizer.encode(prompt[end : gap.start()]), _gap_length(gap[1], config, name)))
             end = gap.end()

@@ -52,7 +52,7 @@ def collect(
 def _records(flag: str, path: str) -> list[tuple[str, Any]]:
     """(name, JSON) of each line that is not blank."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             lines = file.read().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {path} cannot be read ({error}): correct the path.") from error

@@ -72,6 +72,11 @@ def row_type(args: Namespace, config: GenerationConfig) -> type[Row]:
     return rows[config.mode or next(iter(rows))]
 
 
+def stops_at_eos(args: Namespace, tokenizer: Tokenizer) -> bool:
+    """Whether the default sampler of a model can end an answer at its first EOS, and there is one."""
+    return tokenizer.eos_id is not None and "stop_at_eos" in SAMPLERS[sampler_name(args, GenerationConfig())].options
+
+
 def check_sampler(args: Namespace, config: GenerationConfig, tokenizer: Tokenizer) -> None:
     """ValueError if no decoding loop fits a model trained with `args`, or the loop cannot do what `config` asks."""
     if target_layers(args) is not None and getattr(args, "dflash_target", None) is None:
@@ -90,8 +95,10 @@ def check_sampler(args: Namespace, config: GenerationConfig, tokenizer: Tokenize
     sampler = SAMPLERS[name]
     if config.infill and "infill" not in sampler.options:
         raise ValueError(
-            f"--sampler {name} sees no text after what it writes: --infill needs a model trained with mdlm."
+            f"--sampler {name} sees no text after what it writes: --infill needs a model trained with mdlm or scdd."
         )
+    if config.gap_length != GenerationConfig.gap_length and not config.infill:
+        raise ValueError("--gap-length is the length of a [MASK] of --infill: give that too, or leave it out.")
     for field in fields(config):
         given = getattr(config, field.name) != field.default
         if given and field.name not in _ALWAYS | sampler.options:
