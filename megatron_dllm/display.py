@@ -34,7 +34,7 @@ def html_page(title: str, style: str, body: str, head: str = "") -> str:
 def check_writable(flag: str, path: str) -> None:
     """ValueError unless a file could be written at `path`, which `flag` named."""
     folder = os.path.dirname(os.path.abspath(path))
-    refused = ValueError(f"{flag} {path!r} is not a file in a folder that can be written to: choose another.")
+    refused = ValueError(f"{flag} {path or "''"} is not a file in a folder that can be written to: choose another.")
     if not path or os.path.isdir(path) or not os.path.isdir(folder):
         raise refused
     try:  # permissions do not tell all, for instance of /proc

@@ -26,7 +26,12 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add("--sampler", metavar="NAME", help="the decoding loop; default: that of the model's mode (docs/generation.md)")
     add("--mode", metavar="MODE", help=f"of nemotron and idlm models: {', '.join(DECODING_MODES)}")
     add("--max-new-tokens", type=int, metavar="N", help="exactly so many")
-    add("--steps", type=optional(int), metavar="N", help="most denoising steps, over all blocks; default: one a token")
+    add(
+        "--steps",
+        type=optional(int),
+        metavar="N",
+        help="denoising steps, shared out over the blocks, rounded up; default: one a token",
+    )
     add("--steps-per-block", type=optional(int), metavar="N", help="instead: most steps of a block of the answer")
     add(
         "--gen-block-length",

@@ -148,6 +148,12 @@ def _validate_layout(args) -> None:
             "a draft's queries are not as many as its keys, which an exchange of heads cannot do: use --cp-comm-type "
             "all_gather."
         )
+    plain = args.dflash_features is None and args.dflash_target_backend in (None, "megatron")
+    if args.dflash_eval_interval is not None and not plain:
+        raise ValueError(
+            "--dflash-eval-interval decodes with the target, which takes --dflash-target-backend megatron and no "
+            "--dflash-features: leave it out."
+        )
     if args.context_parallel_size > 1 and args.dflash_eval_interval is not None:
         raise ValueError("--dflash-eval-interval decodes whole sequences: leave it out under context parallelism.")
     if args.transformer_impl != "local":

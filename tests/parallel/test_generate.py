@@ -168,6 +168,9 @@ def test_options_that_do_not_fit_the_model(refuse, checkpoints, monkeypatch):
     refuse("give --prompt, --messages-file or --prompts-file", *load[:2])
     refuse("--sampler llada2 does not fit", *load, "--preset", "llada2")
     refuse("--steps is 0", *load, "--steps", 0)
+    iteration = ["--load", checkpoints / "tp/iter_0000003", *load[2:]]
+    refuse("is one iteration already", *iteration, "--ckpt-step", 3)
+    refuse("is no draft: leave it out", *load, "--target", checkpoints / "pp")
     monkeypatch.setattr("megatron_dllm.generation.samplers.SAMPLERS", {})
     refuse("--dllm-mode mdlm cannot be decoded", *load)
 

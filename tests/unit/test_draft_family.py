@@ -11,6 +11,7 @@ import transformers
 from megatron_dllm.arguments import parse_arguments
 from megatron_dllm.conversion import importing
 from megatron_dllm.generation import GenerationConfig, check_sampler
+from megatron_dllm.generation.load import plan
 from megatron_dllm.models import get_family
 from megatron_dllm.models.dflash_draft import spread
 from tests.drafts import CONFIG, make
@@ -64,5 +65,7 @@ def test_half_a_model_is_neither_trained_nor_decoded_alone(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["pretrain_dllm.py", *argv])
     with pytest.raises(ValueError, match="is a draft, which is trained beside the model whose hidden states it reads"):
         parse_arguments()
+    with pytest.raises(ValueError, match="leave out --pipeline-model-parallel-size"):
+        plan(hf_model=argv[-1], pipeline_model_parallel_size=2)
     with pytest.raises(ValueError, match="the model is a draft, which guesses from the hidden states of its target"):
         check_sampler(Namespace(dllm_mode="mdlm", dflash_target_layers=[1]), GenerationConfig(), None)

@@ -28,7 +28,7 @@ def tool():
         ("--num-draws is 0: give at least 1", ["--num_draws=0"]),
         ("--num-fewshot is -1: give at least 0", ["--num-fewshot", "-1"]),
         ("is no folder", ["--include-path", "/nowhere"]),
-        ("cannot be written", ["--output_path", "/"]),
+        ("can be written to", ["--output_path", "/"]),
         ("--log-samples writes into --output-path", ["--log_samples"]),
     ],
 )
