@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-DRAFT_LAYERS = 2
+DRAFT_LAYERS = 5  # of the released drafts
 BATCHES = 2
 
 
