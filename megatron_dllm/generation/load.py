@@ -173,6 +173,9 @@ def _saved(path: str, mode: str | None, step: int | None, mask_token_id: int | N
         raise ValueError(f"--load {path} is one iteration already: leave out --ckpt-step, or give the run's folder.")
     if folder is None or not os.path.isdir(folder):
         missing = f"{TRACKER} is missing" if folder is None else f"there is no {os.path.basename(folder)}"
+        there = sorted(name for name in os.listdir(path) if name.startswith("iter_")) if os.path.isdir(path) else []
+        if there and folder is not None:
+            raise ValueError(f"--load {path} has no {os.path.basename(folder)}: choose one of {', '.join(there)}.")
         raise ValueError(f"--load {path} holds no checkpoint ({missing}): give a run's folder or an iter_ folder.")
     args = saved_run(folder)
     if mode is not None:

@@ -6,6 +6,7 @@ no part of the draft's checkpoint, and of its hidden states only the chosen ones
 """
 
 import os
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
 
@@ -133,6 +134,12 @@ def check(args: Namespace) -> None:
             f"{target.num_layers}: name the model that it drafts for."
         )
     args.dflash_num_target_layers = target.num_layers
+    if getattr(target, "dllm_mode", None) in ("mdlm", "scdd") and os.environ.get("RANK", "0") == "0":
+        print(
+            f"Note: {args.dflash_target} was trained to attend in both directions ({target.dllm_mode}); a draft's target "
+            "is read causally.",
+            file=sys.stderr,
+        )
     if args.dflash_target_layers is None:
         args.dflash_target_layers = spread(target.num_layers, args.num_layers)
     wrong = [layer for layer in args.dflash_target_layers if not 0 <= layer < target.num_layers]
