@@ -136,8 +136,8 @@ def check(args: Namespace) -> None:
     args.dflash_num_target_layers = target.num_layers
     if getattr(target, "dllm_mode", None) in ("mdlm", "scdd") and os.environ.get("RANK", "0") == "0":
         print(
-            f"Note: {args.dflash_target} was trained to attend in both directions ({target.dllm_mode}); a draft's target "
-            "is read causally.",
+            f"Note: {args.dflash_target} was trained to attend in both directions ({target.dllm_mode}); a draft's "
+            "target is read causally.",
             file=sys.stderr,
         )
     if args.dflash_target_layers is None:
