@@ -46,15 +46,17 @@ def corrupted(argv: list[str], indices) -> tuple[list, object]:
 @torch.no_grad()
 def theirs(model, argv: list[str], indices) -> tuple[float, dict[str, float]]:
     """(mdlm's loss of a global batch, nll by "index:place") from a transformers model, one sample after the other."""
-    rows, _ = corrupted(argv, indices)
+    rows, args = corrupted(argv, indices)
+    shift = int(args.mdlm_shift_logits)  # then a token is predicted at the place before, and the first one nowhere
     total, supervised, nll = 0.0, 0, {}
     for row in rows:
         n = len(row.sample)
         everything = torch.zeros(1, 1, n, n)  # to be added to the scores: each token sees all others
         logits = model(input_ids=row.x_t_S[None], attention_mask=everything, use_cache=False).logits[0]
-        costs = torch.nn.functional.cross_entropy(logits.float(), row.sample.tokens_S, reduction="none")
-        total += float((costs * row.weight_S).sum())
-        supervised += int(row.sample.loss_mask_S.sum())
-        for place in row.noised_S.nonzero()[:, 0].tolist():
+        logits, tokens = logits[: n - shift].float(), row.sample.tokens_S[shift:]
+        costs = torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
+        total += float((costs * row.weight_S[shift:]).sum())
+        supervised += int(row.sample.loss_mask_S[shift:].sum())
+        for place in row.noised_S[shift:].nonzero()[:, 0].tolist():
             nll[f"{row.sample.index}:{place}"] = costs[place].item()
     return total / supervised, nll
