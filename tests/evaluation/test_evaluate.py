@@ -117,7 +117,7 @@ class Shouting(ByteLevel):
         ("--limit is 0", ["--limit", 0]),
         ("is no folder", ["--include-path", "/nowhere"]),
         ("--log-samples writes into --output-path", ["--log-samples"]),
-        ("cannot be written", ["--output-path", "/nowhere/out.json"]),
+        ("can be written to", ["--output-path", "/nowhere/out.json"]),
         ("--tasks arithmetic is unknown (there are local_gen, local_mc, local_text)", ["--tasks", "arithmetic"]),
         ("--tasks names no task", ["--tasks", ","]),
         ("has no exact likelihood", ["--likelihood", "exact"]),
