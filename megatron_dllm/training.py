@@ -232,9 +232,10 @@ class _Hooks:
     def _log_acceptance(self, iteration: int) -> None:
         from megatron_dllm.generation.acceptance import tokens_per_pass
 
-        held_out = self.datasets.valid or self.datasets.train
-        value = tokens_per_pass(self.model[0], held_out, get_args())
-        print_rank_last(f" tokens per pass of the target at iteration {iteration}: {value:.3f}")
+        held_out = self.datasets.valid is not None
+        value = tokens_per_pass(self.model[0], self.datasets.valid if held_out else self.datasets.train, get_args())
+        of = "held-out prompts" if held_out else "prompts of the training data, as there are no held-out ones"
+        print_rank_last(f" tokens per pass of the target at iteration {iteration}: {value:.3f} ({of})")
         _write_scalar("tokens per pass of the target", value, iteration)
 
     def _log_curves(self, iteration: int) -> None:

@@ -285,7 +285,7 @@ def _set_layout(args: Namespace, tp: int, pp: int) -> None:
 def build(plan: Plan, store: torch.distributed.Store | None = None) -> Loaded:
     """Start the processes' communication (they meet at `store`, or where torchrun says), build the model and read its
     weights. Once per process."""
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
     from megatron.training.global_vars import set_global_variables
     from megatron.training.initialize import initialize_megatron
@@ -303,9 +303,16 @@ def build(plan: Plan, store: torch.distributed.Store | None = None) -> Loaded:
     model = model_provider(first, last, draw_weights=plan.folder is None).cuda()
     wrapped = Float16Module(model.config, model) if args.bf16 or args.fp16 else model
     if plan.folder is not None:
-        metadata = dist_checkpointing.load_content_metadata(plan.folder)
-        state = dict(model=model.sharded_state_dict(metadata=metadata))
-        # what the model lacks (optimizer, random state) may stay in the file; what the file lacks is an error
-        strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
-        model.load_state_dict(dist_checkpointing.load(state, plan.folder, strict=strict)["model"])
+        read_weights(model, plan.folder)
     return Loaded(wrapped.eval(), plan.tokenizer, args)
+
+
+def read_weights(model: torch.nn.Module, folder: str) -> None:
+    """Fill this rank's part of a model from the complete checkpoint `folder`, saved in any layout."""
+    from megatron.core import dist_checkpointing
+
+    metadata = dist_checkpointing.load_content_metadata(folder)
+    state = dict(model=model.sharded_state_dict(metadata=metadata))
+    # what the model lacks (optimizer, random state) may stay in the file; what the file lacks is an error
+    strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
+    model.load_state_dict(dist_checkpointing.load(state, folder, strict=strict)["model"])

@@ -4,21 +4,17 @@ import functools
 from collections.abc import Callable
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import ModelType
 
 from megatron_dllm.models import draft
-from megatron_dllm.models.dlm import ScoreView
+from megatron_dllm.models.dlm import DiffusionLM, ScoreView
 from megatron_dllm.models.target import Target
 from megatron_dllm.modes.base import NUM_ATTRIBUTES
 from megatron_dllm.parallel import RankTerm
 
 
 class DraftOfTarget(draft.DraftModel):
-    """Parameters and checkpoint are the draft's alone.
-
-    block_size: K, tokens of a block; causal_block, window: see draft.visible.
-    """
+    """Parameters and checkpoint are the draft's alone."""
 
     def __init__(self, config, target: Target, num_features: int, rule=draft.visible, **options):
         super().__init__(config, num_features, rule=rule, **options)
@@ -51,15 +47,7 @@ class DraftOfTarget(draft.DraftModel):
 
     def select_rows(self, hidden_QBD: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
         """[N, D] rows of the blocks, numbered as in the whole input, which the context comes before."""
-        tp = self.pg_collection.tp
-        rows_N = rows_N - self._context * hidden_QBD.shape[1]
-        if self.config.sequence_parallel:
-            hidden_QBD = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden_QBD, tensor_parallel_output_grad=True, group=tp
-            )
-            return hidden_QBD.flatten(0, 1).index_select(0, rows_N)
-        selected = hidden_QBD.flatten(0, 1).index_select(0, rows_N)
-        return tensor_parallel.copy_to_tensor_model_parallel_region(selected, group=tp)
+        return DiffusionLM.select_rows(self, hidden_QBD, rows_N - self._context * hidden_QBD.shape[1])
 
     def hidden_states(self, *inputs) -> torch.Tensor:
         """What DraftModel computes."""

@@ -105,7 +105,8 @@ def add_args(group) -> None:
         type=int,
         default=None,
         metavar="ITERATIONS",
-        help="So often decode held-out prompts with the draft and log how many tokens a pass of the target yields.",
+        help="So often decode prompts of the validation data (without any, of the training data) with the draft and "
+        "log how many tokens a pass of the target yields.",
     )
     group.add_argument("--dflash-eval-prompts", type=int, default=8, metavar="N")
     group.add_argument("--dflash-eval-tokens", type=int, default=64, metavar="N", help="New tokens of each prompt.")

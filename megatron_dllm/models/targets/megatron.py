@@ -22,10 +22,10 @@ def causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 def build(args: Namespace, described, pg_collection=None) -> "MegatronTarget":
     """On this rank. Raises ValueError for a checkpoint that cannot be read."""
-    from megatron.core import dist_checkpointing
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
     from megatron_dllm.conversion.source import Source, load_into
+    from megatron_dllm.generation.load import read_weights
     from megatron_dllm.models import get_family
 
     own = copy.copy(args)
@@ -54,10 +54,7 @@ def build(args: Namespace, described, pg_collection=None) -> "MegatronTarget":
     if described.folder is not None:
         load_into(model, Source(described.folder, get_family(described.args.dllm_family), own), args.seed)
     else:
-        metadata = dist_checkpointing.load_content_metadata(described.checkpoint)
-        state = dict(model=model.sharded_state_dict(metadata=metadata))
-        strict = dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
-        model.load_state_dict(dist_checkpointing.load(state, described.checkpoint, strict=strict)["model"])
+        read_weights(model, described.checkpoint)
     return MegatronTarget(model.to(config.params_dtype).cuda(), args.dflash_target_layers)
 
 
