@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import socket
 import warnings
 from collections.abc import Iterator
@@ -31,3 +32,9 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def with_hyphens(word: str) -> str:
+    """`--max_new_tokens=8` is `--max-new-tokens=8`; a prompt such as "--a_b c" is no flag."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if re.fullmatch(r"--[\w-]+", name) else word

@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--document-length", type=int, default=None, help="attention: pack documents of this length.")
     parser.add_argument("--mode", choices=["mdlm", "bd3lm", "hybrid", "idlm", "dflash"], default="mdlm")
     parser.add_argument("--block-size", type=int, default=32, help="Of the modes that have blocks.")
+    parser.add_argument("--draft-layers", type=int, default=5, help="dflash: of the draft; released ones have 5.")
     parser.add_argument("--anchors", type=int, default=32, help="dflash: blocks of a sequence.")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)

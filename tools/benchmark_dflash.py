@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-DRAFT_LAYERS = 5  # of the released drafts
 BATCHES = 2
 
 
@@ -54,7 +53,7 @@ def ours(options, folder: Path):
     default_to_one_process()
     sys.argv = [
         "benchmark",
-        *f"""--dllm-mode dflash --dflash-target {folder}/target --num-layers {DRAFT_LAYERS}
+        *f"""--dllm-mode dflash --dflash-target {folder}/target --num-layers {options.draft_layers}
         --dllm-block-size {options.block_size} --dflash-num-anchors {options.anchors}
         --seq-length {options.seq_length} --micro-batch-size {options.batch} --train-iters 1 --lr 1e-3
         --data-path {write_corpus(options, folder)} --split 100,0,0 --tokenizer-type NullTokenizer
@@ -106,7 +105,7 @@ def draft_keys(model, options) -> dict:
         "hidden_norm.weight": weights["hidden_norm.weight"],
         "norm.weight": weights["decoder.final_layernorm.weight"],
     }
-    for i in range(DRAFT_LAYERS):
+    for i in range(options.draft_layers):
         ours, theirs = f"decoder.layers.{i}.", f"layers.{i}."
         attention = ours + "self_attention."
         qkv = weights[attention + "linear_qkv.weight"].view(options.heads, 3, d, -1)
@@ -142,7 +141,7 @@ def usual(options, folder: Path):
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=options.hidden // heads,
-        num_hidden_layers=DRAFT_LAYERS,
+        num_hidden_layers=options.draft_layers,
         rms_norm_eps=1e-5,
         vocab_size=options.vocabulary,
         max_position_embeddings=2 * S,

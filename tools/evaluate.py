@@ -20,7 +20,7 @@ from megatron_dllm.arguments import fail
 from megatron_dllm.display import check_writable, whole_file
 from megatron_dllm.evaluation import AUTO, BOUND, LIKELIHOODS
 from megatron_dllm.generation.config import REMASKING, GenerationConfig
-from megatron_dllm.launch import quiet
+from megatron_dllm.launch import quiet, with_hyphens
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -62,15 +62,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--remasking", choices=REMASKING, default=default.remasking, help="which tokens wait (%(default)s)")
     add("--threshold", type=float, help="also commit tokens at least this probable")
     add("--cfg-scale", type=float, default=default.cfg_scale, help="classifier-free guidance (%(default)s)")
-    return parser.parse_args([_with_hyphens(word) for word in argv])
-
-
-def _with_hyphens(word: str) -> str:
-    """`--num_draws=8` is `--num-draws=8`."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    return parser.parse_args([with_hyphens(word) for word in argv])
 
 
 def check_options(options: argparse.Namespace) -> None:

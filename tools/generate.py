@@ -14,7 +14,6 @@ Answers appear in the order of the prompts, a batch at a time. docs/generation.m
 import argparse
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from megatron_dllm.display import check_writable, say, whole_file
 from megatron_dllm.generation.config import Completion, GenerationConfig
 from megatron_dllm.generation.options import add_decoding_flags, decoding_config
 from megatron_dllm.generation.requests import Request, collect
-from megatron_dllm.launch import quiet
+from megatron_dllm.launch import quiet, with_hyphens
 
 # flags of the model, and what `generation.load.plan` calls them
 _PLAN = dict(
@@ -102,13 +101,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--output", default=None, metavar="FILE", help="write these objects to a file, once all answers are there")
     add("--stream", action="store_true", default=False, help="show the text while it is denoised, prompt after prompt")
     add("--trace", default=None, metavar="FILE", help="write a page that plays the denoising")
-    return parser.parse_args([_with_hyphens(word) for word in argv])
-
-
-def _with_hyphens(word: str) -> str:
-    """`--max_new_tokens=8` is `--max-new-tokens=8`; a prompt such as "--a_b c" is no flag."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if re.fullmatch(r"--[\w-]+", name) else word
+    return parser.parse_args([with_hyphens(word) for word in argv])
 
 
 def check_options(options: argparse.Namespace) -> GenerationConfig:

@@ -24,7 +24,7 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("decoding", "Explicit flags override --preset; a number may be `none`.")
     add("--preset", metavar="NAME", help=f"published options: {presets}")
     add("--sampler", metavar="NAME", help="the decoding loop; default: that of the model's mode (docs/generation.md)")
-    add("--mode", metavar="MODE", help=f"of nemotron and idlm models: {', '.join(DECODING_MODES)}")
+    add("--mode", metavar="MODE", help=f"of nemotron and idlm models and of drafts: {', '.join(DECODING_MODES)}")
     add("--max-new-tokens", type=int, metavar="N", help="exactly so many")
     add(
         "--steps",
