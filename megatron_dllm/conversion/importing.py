@@ -41,7 +41,7 @@ def plan(
 ) -> Import:
     """Everything that can be wrong with a folder, found before anything is written. Raises ValueError (one sentence).
 
-    mode, mask_token_id: for which objective, default the family's usual one (of a draft, no mode means anything yet).
+    mode, mask_token_id: for which objective, default the family's usual one (of a draft none is given).
     trust_remote_code: the tokenizer may be Python code in the folder. tokenizer_type, tokenizer_model: for a folder
     without a tokenizer (Megatron's flags); a draft needs none.
     """
@@ -49,6 +49,8 @@ def plan(
 
     config = read_config(path)
     chosen = family_of(config, family)
+    if chosen.draft and mode is not None:
+        raise ValueError(f"{path} is a draft, which is always used with its target: leave out --dllm-mode.")
     mode = mode or chosen.mode or "mdlm"
     defaults = folder_defaults(path, chosen)
     source = Source(path, chosen, Namespace(**defaults))

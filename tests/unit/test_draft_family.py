@@ -65,6 +65,8 @@ def test_half_a_model_is_neither_trained_nor_decoded_alone(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["pretrain_dllm.py", *argv])
     with pytest.raises(ValueError, match="is a draft, which is trained beside the model whose hidden states it reads"):
         parse_arguments()
+    with pytest.raises(ValueError, match="leave out --dllm-mode"):
+        importing.plan(argv[-1], mode="mdlm")
     with pytest.raises(ValueError, match="leave out --pipeline-model-parallel-size"):
         plan(hf_model=argv[-1], pipeline_model_parallel_size=2)
     with pytest.raises(ValueError, match="the model is a draft, which guesses from the hidden states of its target"):
