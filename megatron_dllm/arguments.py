@@ -20,7 +20,7 @@ from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_dllm.models import FAMILIES, get_family
 from megatron_dllm.models.attention import BACKENDS
 from megatron_dllm.models.rope import parse_scaling
-from megatron_dllm.models.weights import target_layers
+from megatron_dllm.models.weights import GEMMA, target_layers
 from megatron_dllm.modes import MODES, get_mode
 from megatron_dllm.presets import PRESETS, get_preset
 from megatron_dllm.validation import check_flags, check_layout, resolve_vocabulary
@@ -125,6 +125,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     for name, dest, action in opposites:
         group.add_argument(name, dest=dest, action=action, help="The default here is the opposite.")
+
+    group = parser.add_argument_group("diffusion_gemma: what Megatron's flags cannot say of its layers (set by presets)")
+    group.add_argument("--dllm-architecture", choices=(GEMMA,), default=None, help="Default: Megatron's usual layers.")
+    group.add_argument(
+        "--dllm-full-attention-layers",
+        type=int,
+        nargs="+",
+        default=None,
+        metavar="LAYER",
+        help="Layers, counted from 0, that see everything; the others see a window.",
+    )
+    group.add_argument("--dllm-window", type=int, default=None, metavar="TOKENS", help="How far the others see back.")
+    group.add_argument("--dllm-full-kv-channels", type=int, default=None, help="--kv-channels of full layers.")
+    group.add_argument("--dllm-full-query-groups", type=int, default=None, help="--num-query-groups of full layers.")
+    group.add_argument("--dllm-full-rotary-base", type=float, default=None, help="--rotary-base of full layers.")
+    group.add_argument(
+        "--dllm-full-rotary-percent", type=float, default=None, help="How much of a head full layers rotate."
+    )
+    group.add_argument("--dllm-logit-softcap", type=float, default=None, help="c of logits c tanh(l / c).")
+    group.add_argument(
+        "--dllm-train-router",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Train what chooses experts; default: it stays as it is, as in the published recipe.",
+    )
 
     group = parser.add_argument_group("diffusion data")
     group.add_argument("--sft-data-path", nargs="+", default=None, help="Chat data: JSONL or parquet with `messages`.")

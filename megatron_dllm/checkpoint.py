@@ -43,6 +43,14 @@ _SHAPE = [
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
     "dflash_target_layers",
+    "dllm_architecture",
+    "dllm_window",
+    "dllm_full_attention_layers",
+    "dllm_full_kv_channels",
+    "dllm_full_query_groups",
+    "dllm_full_rotary_base",
+    "dllm_full_rotary_percent",
+    "dllm_logit_softcap",
 ]
 # What Megatron's scheduler wants to find as it was, in words.
 _SCHEDULE = {

@@ -27,8 +27,10 @@ from megatron_dllm.metrics import LossCurves, memory_gib
 from megatron_dllm.models import dflash, get_family, target
 from megatron_dllm.models.dlm import DiffusionLM, ScoreView
 from megatron_dllm.models.draft import DraftModel
+from megatron_dllm.models.gemma import DiffusionGemma
+from megatron_dllm.models.gemma_layers import Shape
 from megatron_dllm.models.init import initialize
-from megatron_dllm.models.weights import target_layers
+from megatron_dllm.models.weights import is_gemma, target_layers
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import LossTerm
 from megatron_dllm.parallel import RankBatch
@@ -60,19 +62,21 @@ def model_provider(
     elif targets is not None:
         model = DraftModel(config, len(targets) * config.hidden_size, **common)
     else:
-        model = DiffusionLM(
-            config,
+        common |= dict(
             rule=get_mode(args.dllm_mode).visible,
             vocab_size=args.padded_vocab_size,
             true_vocab_size=args.vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             rotary_percent=args.rotary_percent,
             vp_stage=vp_stage,
-            **common,
         )
+        if is_gemma(args):
+            model = DiffusionGemma(config, shape=Shape.of(args), train_router=args.dllm_train_router, **common)
+        else:
+            tied = not args.untie_embeddings_and_output_weights
+            model = DiffusionLM(config, share_embeddings_and_output_weights=tied, **common)
     if draw_weights and args.init_from_hf:
         load_into(model, Source(args.hf_model, get_family(args.dllm_family), args), args.seed)
     elif draw_weights:

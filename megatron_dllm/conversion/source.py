@@ -10,7 +10,7 @@ from megatron_dllm.models import get_family, recognise
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.hf import Folder, read_config
 from megatron_dllm.models.init import draw_rows, global_name, held
-from megatron_dllm.models.weights import VOCABULARY, local_name
+from megatron_dllm.models.weights import STORED_BUFFERS, VOCABULARY, local_name
 
 # Buffers that old checkpoints carry and that follow from the configuration.
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -52,7 +52,8 @@ class Source:
         path, family = self.folder.path, self.family.name
         if missing := [key for key in expected if key not in found]:
             raise ValueError(f"{path} lacks {missing[0]} ({len(missing)} missing), which a {family} model has.")
-        extra = [key for key in found if key not in expected and not key.endswith(_DERIVED)]
+        ignored = lambda key: key.endswith(_DERIVED) or key.startswith(self.family.carried)
+        extra = [key for key in found if key not in expected and not ignored(key)]
         if not self.args.untie_embeddings_and_output_weights:
             extra = [key for key in extra if not self._is_tied_copy(key)]
         if extra:
@@ -113,7 +114,7 @@ def load_into(model: torch.nn.Module, source: Source, seed: int) -> None:
     """Fill this rank's part of a model, reading only what it holds. Vocabulary rows that the folder lacks are drawn
     (see models/init.py); padding rows are zero."""
     weights = dict(model.named_parameters())
-    weights |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")}
+    weights |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(STORED_BUFFERS)}
     with torch.no_grad():
         for name, weight in weights.items():
             full = local_name(global_name(model, name))

@@ -1,6 +1,7 @@
 """Model families by name. A new one is a file of declarations beside this one and a line here."""
 
 from megatron_dllm.models.dflash_draft import DFLASH_DRAFT
+from megatron_dllm.models.diffusion_gemma import DIFFUSION_GEMMA
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.llada import LLADA
 from megatron_dllm.models.llada2 import GLM4_MOE, LLADA2
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron": NEMOTRON,
     "ministral3": MINISTRAL3,
     "dflash_draft": DFLASH_DRAFT,
+    "diffusion_gemma": DIFFUSION_GEMMA,
 }
 
 

@@ -71,6 +71,11 @@ def block_spec(config, rule: Rule, backend: str, vp_stage: int | None) -> Transf
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm if transformer_engine else RMSNorm)
 
 
+def own_shard(x_Q: torch.Tensor, config, group) -> torch.Tensor:
+    """This rank's rows under sequence parallelism, of what every tensor-parallel rank has whole (no gradient)."""
+    return x_Q.chunk(group.size())[group.rank()] if config.sequence_parallel else x_Q
+
+
 class DiffusionLM(LanguageModule):
     """Embedding -> TransformerBlock -> head, any of them absent on a pipeline stage that does not hold it.
 
@@ -113,12 +118,10 @@ class DiffusionLM(LanguageModule):
                 tp_group=tp,
             )
         # A plain attribute: a buffer would be cast to bf16 with the rest of the model.
-        self.inverse_frequencies, rotary_factor = frequencies(
-            config.kv_channels, rotary_base, rotary_percent, rope_scaling
-        )
+        self.inverse_frequencies, rotary_factor = self.rotary_frequencies(rotary_base, rotary_percent, rope_scaling)
         self.decoder = TransformerBlock(
             config=config,
-            spec=block_spec(config, rule, attention_backend, vp_stage),
+            spec=self.layers_spec(rule, attention_backend, vp_stage),
             pre_process=pre_process,
             post_process=post_process,
             pg_collection=self.pg_collection,
@@ -142,6 +145,22 @@ class DiffusionLM(LanguageModule):
         if pre_process or post_process:
             self.setup_embeddings_and_output_layer()
 
+    # --- where an architecture may differ (diffusion_gemma.py) ---
+
+    def rotary_frequencies(self, base: float, percent: float, scaling: dict | None) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies, fp32, and the factor on cosine and sine."""
+        return frequencies(self.config.kv_channels, base, percent, scaling)
+
+    def layers_spec(self, rule: Rule, backend: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+        """This stage's layers and the final norm."""
+        return block_spec(self.config, rule, backend, vp_stage)
+
+    def embed(
+        self, tokens_BQ: torch.Tensor, position_ids_BQ: torch.Tensor, attributes_BQA: torch.Tensor | None, soft=None
+    ) -> torch.Tensor:
+        """[Q, B, D] (a shard of Q under sequence parallelism): what goes into the first layer."""
+        return self.embedding(input_ids=tokens_BQ, position_ids=position_ids_BQ)
+
     def _apply(self, fn, recurse=True):
         """Experts' selection biases stay fp32 when the model is cast: rounded, they would choose other experts."""
         biases = {module: module.expert_bias for module in self.modules() if isinstance(module, TopKRouter)}
@@ -163,15 +182,17 @@ class DiffusionLM(LanguageModule):
         loss: Callable | None = None,
         terms: dict[str, RankTerm] | None = None,
         rows_N: torch.Tensor | None = None,
+        **soft,
     ):
         """Hidden states [Q, B, D] on all but the last stage. On the last one: what `loss(ScoreView)` returns,
         or, without `loss`, this rank's logits in fp32: [N, V/tp] of `rows_N` (index q·B + b), else [B, Q, V/tp].
 
-        Under context parallelism tokens and positions are this rank's, attributes are global (RankBatch).
+        Under context parallelism tokens and positions are this rank's, attributes are global (RankBatch). soft: of a
+        model that knows more of its input than tokens (diffusion_gemma.py), for `embed`.
         """
         hidden = None
         if self.pre_process:
-            hidden = self.embedding(input_ids=tokens_BQ, position_ids=position_ids_BQ)
+            hidden = self.embed(tokens_BQ, position_ids_BQ, attributes_BQA, **soft)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=attributes_BQA,
@@ -200,12 +221,8 @@ class DiffusionLM(LanguageModule):
         if self.config.num_moe_experts is None or attributes_BQA is None:
             return None
         start = self.pg_collection.cp.rank() * length
-        padding = attributes_BQA[:, start : start + length, DOCUMENT] < 0
-        if self.config.sequence_parallel:
-            padding = tensor_parallel.scatter_to_sequence_parallel_region(
-                padding.t().contiguous(), group=self.pg_collection.tp
-            ).t()
-        return padding
+        padding_QB = (attributes_BQA[:, start : start + length, DOCUMENT] < 0).t().contiguous()
+        return own_shard(padding_QB, self.config, self.pg_collection.tp).t()
 
     def select_rows(self, hidden: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
         """[N, D] rows (sequence-first index s·B + b), with the gradient reduced over tensor-parallel ranks."""
@@ -234,7 +251,10 @@ class Head(tensor_parallel.ColumnParallelLinear):
     """Megatron's output layer, which can also return the weighted cross entropy of its rows, or another loss.
 
     One module for all, so that hooks on it (the distributed optimizer's overlapped parameter gather) run.
+    softcap: c where logits l are c·tanh(l / c), else None.
     """
+
+    softcap: float | None = None
 
     def forward(
         self, input_, weight=None, runtime_gather_output=None, targets_N=None, weights_N=None, vocab=None, loss=None
@@ -246,15 +266,20 @@ class Head(tensor_parallel.ColumnParallelLinear):
             input_, weight = input_.detach(), weight.detach()
         if loss is not None:
             return WeightedLoss.apply(input_, weight, weights_N, self.tp_group, vocab, *loss)
-        return WeightedNLL.apply(input_, weight, targets_N, weights_N, self.tp_group, vocab, HEAD_CHUNK_ROWS)
+        return WeightedNLL.apply(
+            input_, weight, targets_N, weights_N, self.tp_group, vocab, HEAD_CHUNK_ROWS, self.softcap
+        )
 
     def logits(self, hidden_ND: torch.Tensor, weight: torch.Tensor | None, true_vocab_size: int) -> torch.Tensor:
         """[N, V/tp] fp32 logits of this rank's columns; padding columns hold the lowest float."""
         logits, _ = self(hidden_ND, weight=weight)
+        logits = logits.float()
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.output_size == true_vocab_size:
-            return logits.float()
+            return logits
         columns = torch.arange(logits.shape[-1], device=logits.device) + self.tp_group.rank() * logits.shape[-1]
-        return logits.float().masked_fill(columns >= true_vocab_size, torch.finfo(torch.float32).min)
+        return logits.masked_fill(columns >= true_vocab_size, torch.finfo(torch.float32).min)
 
 
 class ScoreView:

@@ -53,6 +53,14 @@ PLAIN = dict(
     moe_latent_size=None,
     moe_apply_probs_on_input=False,
     dflash_target_layers=None,
+    dllm_architecture=None,
+    dllm_window=None,
+    dllm_full_attention_layers=None,
+    dllm_full_kv_channels=None,
+    dllm_full_query_groups=None,
+    dllm_full_rotary_base=None,
+    dllm_full_rotary_percent=None,
+    dllm_logit_softcap=None,
 )
 # Keys of config.json that do not change what a trained network computes.
 _HARMLESS = set(
@@ -74,6 +82,9 @@ class Family:
     mode, mask_token_id: what it is usually trained as; None for autoregressive families.
     suggested: further arguments a user would want, not part of the architecture.
     draft: half a model; embedding, head and tokenizer are those of its target.
+    text_config: key of config.json under which the text model's lies, of a model that has other parts too; entries
+    are of that one, `outer` of the whole. carried: beginnings of keys of the parts that are neither trained nor
+    converted: export takes their weights from the reference, byte by byte.
     """
 
     name: str
@@ -90,6 +101,9 @@ class Family:
     suggested: dict = field(default_factory=dict)
     harmless: tuple[str, ...] = ()
     draft: bool = False
+    text_config: str | None = None
+    outer: tuple[Entry, ...] = ()
+    carried: tuple[str, ...] = ()
 
     @property
     def has_own_code(self) -> bool:
@@ -98,19 +112,30 @@ class Family:
 
     def read(self, config: dict) -> dict:
         """Architecture arguments of a config.json. Raises ValueError (one sentence) for what is not implemented."""
+        arguments = PLAIN | self.arguments | dict(group_query_attention=True)
+        if self.text_config is not None:
+            outside = {key: value for key, value in config.items() if key != self.text_config}
+            arguments |= self._explain(outside, self.outer, outside)
+            config = config.get(self.text_config)
+            if not isinstance(config, dict):
+                raise ValueError(f"config.json lacks {self.text_config}, where a {self.name} model describes its text part.")
         filled = config
         if self.transformers_config is not None:
             filled = _with_defaults(self.transformers_config, config)
-        explained = {key for entry in self.entries for key in entry.keys}
+        arguments["vocab_size"] = positive(filled, "vocab_size")
+        return arguments | self._explain(config, self.entries, filled)
+
+    def _explain(self, config: dict, entries: tuple[Entry, ...], filled: dict) -> dict:
+        """Arguments. Raises ValueError for a key that none of the entries knows."""
+        explained = {key for entry in entries for key in entry.keys}
         for key, value in config.items():
             if key not in explained and key not in _HARMLESS and key not in self.harmless and value:
                 raise ValueError(
                     f"config.json has {key} = {value!r}, which this family ({self.name}) does not implement: if it "
                     "does not change the network, remove the line."
                 )
-        arguments = PLAIN | self.arguments | dict(group_query_attention=True)
-        arguments["vocab_size"] = positive(filled, "vocab_size")
-        for entry in self.entries:
+        arguments = {}
+        for entry in entries:
             try:
                 arguments |= entry.read(filled)
             except (TypeError, AttributeError) as error:  # a list for a number and the like
@@ -121,7 +146,7 @@ class Family:
     def write(self, args: Namespace) -> dict:
         """config.json (architecture only) of `args`. Raises ValueError if this family cannot express them."""
         fixed = PLAIN | self.arguments
-        chosen = {argument for entry in self.entries for argument in entry.arguments}
+        chosen = {argument for entry in (*self.entries, *self.outer) for argument in entry.arguments}
         if "num_experts" in chosen and args.num_experts is None:
             raise ValueError(f"{self.name} models have experts, this one has none.")
         if not self.draft and target_layers(args) is not None:
@@ -138,12 +163,16 @@ class Family:
                 have, wanted = expert_layers(args), [True] * args.num_layers
             if have != wanted and not (have is None and wanted is False):
                 raise ValueError(f"{self.name} models have {flag(name)} {wanted}, not {have}.")
-        config = {"architectures": [self.architecture], "model_type": self.types[0], "vocab_size": args.vocab_size}
-        for entry in self.entries:
-            try:
+        config = {"architectures": [self.architecture], "model_type": self.types[0]}
+        text = config if self.text_config is None else config.setdefault(self.text_config, {})
+        text["vocab_size"] = args.vocab_size
+        try:
+            for entry in self.entries:
+                text |= entry.write(args)
+            for entry in self.outer:
                 config |= entry.write(args)
-            except ValueError as error:
-                raise ValueError(f"{self.name} models cannot be like this: {error}.") from error
+        except ValueError as error:
+            raise ValueError(f"{self.name} models cannot be like this: {error}.") from error
         return config
 
     def mapping(self, args: Namespace, keys: Iterable[str] | None = None) -> Mapping:

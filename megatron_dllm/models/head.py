@@ -10,6 +10,8 @@ gradient.
 Tensor parallelism: a rank holds V/tp columns and never sees the others'. With local softmax P_r and local
 log-sum-exp lse_r, one small all-gather a chunk gives lse = log Σ_r exp(lse_r), and P_r · exp(lse_r - lse) is
 the slice of the true softmax. The factor scales rows, so no V-wide tensor is exchanged.
+
+Capped logits c·tanh(l / c) (Gemma) have the slope 1 - tanh², which multiplies both gradients column by column.
 """
 
 import torch
@@ -24,10 +26,11 @@ class WeightedNLL(torch.autograd.Function):
     weight_VD        this rank's rows of the head
     targets_N int64  global ids;  weights_N float32
     group            tensor-parallel group;  vocab_size: true size, columns beyond it are padding
+    softcap          c of capped logits, None where they are not
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, weights_N, group, vocab_size, chunk_rows):
+    def forward(ctx, hidden_ND, weight_VD, targets_N, weights_N, group, vocab_size, chunk_rows, softcap=None):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         N, V = hidden_ND.shape[0], weight_VD.shape[0]
         first = group.rank() * V
@@ -43,6 +46,11 @@ class WeightedNLL(torch.autograd.Function):
             rows = slice(start, min(start + chunk_rows, N))
             h, y, w = hidden_ND[rows], targets_N[rows] - first, weights_N[rows]
             logits = torch.mm(h, weight_VD.t(), out=buffer[: h.shape[0]]).float()
+            slope = None
+            if softcap is not None:
+                logits.div_(softcap).tanh_()
+                slope = 1 - logits.square()
+                logits.mul_(softcap)
             if padding:
                 logits[:, V - padding :] = torch.finfo(torch.float32).min
             owned = (y >= 0) & (y < V)
@@ -59,6 +67,9 @@ class WeightedNLL(torch.autograd.Function):
                 continue
             scale = w * torch.exp(lse_local - lse) / total
             minus_w = -w.masked_fill(~owned, 0.0)[:, None]
+            if slope is not None:
+                probabilities.mul_(slope)
+                minus_w *= slope.gather(1, y[:, None])
             probabilities = probabilities.to(h.dtype)
             if need_hidden:
                 partial = (probabilities @ weight_VD).mul_(scale[:, None])
@@ -84,7 +95,7 @@ class WeightedNLL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, *_):
         hidden, weight = hand_over(ctx, upstream)
-        return hidden, weight, None, None, None, None, None
+        return hidden, weight, None, None, None, None, None, None
 
 
 def hand_over(ctx, upstream: torch.Tensor) -> list[torch.Tensor | None]:

@@ -70,11 +70,12 @@ def cut(model, name: str, parameter: torch.Tensor, full: torch.Tensor) -> torch.
 
 
 def initialize(model, seed: int) -> None:
-    """Draw every parameter of this rank's part of the model, in place. Norms become 1, biases 0."""
+    """Draw every parameter of this rank's part of the model, in place. Norms and scales become 1, biases 0."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                norm = "norm" in name and name.endswith("weight")
+                parameter.fill_(1.0 if norm or name.endswith("scale") else 0.0)
                 continue
             parameter.zero_()  # padding rows of the vocabulary stay so
             limit = model.true_vocab_size if name in VOCABULARY else None

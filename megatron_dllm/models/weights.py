@@ -10,6 +10,7 @@ A table maps Megatron's names, with {layer} and {expert} for the numbers, to rul
     "name"                    the rows of one tensor, as they are
     Stacked("gate", "up")     one tensor below the other
     Interleaved(q, k, v)      Megatron's linear_qkv: for each key/value group its query heads, its key, its value
+                              (no value in layers that share it with the key)
     InterleavedFused("qkv")   the same, from one tensor that holds [all queries | all keys | all values]
     ExpertSlice("name")             in place of a "name": that expert's slice of a tensor with experts in dimension 0
 
@@ -20,6 +21,8 @@ import re
 from dataclasses import dataclass
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+GEMMA = "diffusion_gemma"  # of --dllm-architecture
+STORED_BUFFERS = ("router.expert_bias", "layer_scalar")  # weights that no optimizer trains: ends of their names
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,7 @@ Table = dict[str, Rule]
 
 def megatron_shapes(args) -> dict[str, tuple[int, ...]]:
     """Every weight of the model that `args` describe, whole, with the true vocabulary."""
-    h, d = args.hidden_size, args.kv_channels
-    heads = args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else heads
+    h, heads = args.hidden_size, args.num_attention_heads
     fc1 = lambda width: ((2 if args.swiglu else 1) * width, h)
     targets = target_layers(args)
     if targets is None:
@@ -82,18 +83,27 @@ def megatron_shapes(args) -> dict[str, tuple[int, ...]]:
         block = f"decoder.layers.{layer}."
         attention, mlp = block + "self_attention.", block + "mlp."
         shapes[block + "input_layernorm.weight"] = (h,)
-        shapes[attention + "linear_qkv.weight"] = ((heads + 2 * groups) * d, h)
+        groups, d, shared = attention_shape(args, layer)
+        shapes[attention + "linear_qkv.weight"] = ((heads + (1 if shared else 2) * groups) * d, h)
         if args.add_qkv_bias:
             shapes[attention + "linear_qkv.bias"] = ((heads + 2 * groups) * d,)
         if args.qk_layernorm:
             shapes[attention + "q_layernorm.weight"] = shapes[attention + "k_layernorm.weight"] = (d,)
         shapes[attention + "linear_proj.weight"] = (h, heads * d)
         shapes[block + "pre_mlp_layernorm.weight"] = (h,)
-        if not sparse:
+        gemma = is_gemma(args)
+        if not sparse or gemma:
             shapes[mlp + "linear_fc1.weight"], shapes[mlp + "linear_fc2.weight"] = (
                 fc1(args.ffn_hidden_size),
                 (h, args.ffn_hidden_size),
             )
+        if gemma:  # experts beside the dense MLP
+            mlp = block + "moe."
+            for name in "post_self_attn post_mlp post_dense pre_moe post_moe".split():
+                shapes[f"{block}{name}_layernorm.weight"] = (h,)
+            shapes[block + "layer_scalar"] = shapes[block + "encoder_layer_scalar"] = (1,)
+            shapes[mlp + "router.scale"], shapes[mlp + "router.per_expert_scale"] = (h,), (args.num_experts,)
+        if not sparse:
             continue
         shapes[mlp + "router.weight"] = (args.num_experts, h)
         if args.moe_router_enable_expert_bias:
@@ -107,9 +117,27 @@ def megatron_shapes(args) -> dict[str, tuple[int, ...]]:
             shapes[mlp + f"experts.local_experts.{expert}.linear_fc1.weight"] = fc1(width)
             shapes[mlp + f"experts.local_experts.{expert}.linear_fc2.weight"] = (h, width)
     shapes["decoder.final_layernorm.weight"] = (h,)
+    if is_gemma(args):
+        part = "self_conditioning."
+        shapes[part + "pre_norm.weight"] = (h,)
+        shapes[part + "mlp.linear_fc1.weight"] = fc1(args.ffn_hidden_size)
+        shapes[part + "mlp.linear_fc2.weight"] = (h, args.ffn_hidden_size)
     if targets is None and args.untie_embeddings_and_output_weights:
         shapes["output_layer.weight"] = (args.vocab_size, h)
     return shapes
+
+
+def is_gemma(args) -> bool:
+    """Whether the network is that of gemma_layers.py rather than Megatron's usual one."""
+    return getattr(args, "dllm_architecture", None) == GEMMA
+
+
+def attention_shape(args, layer: int) -> tuple[int, int, bool]:
+    """Key/value heads of a layer, counted from 0, their size, and whether a value is the key's projection."""
+    if is_gemma(args) and layer in args.dllm_full_attention_layers:
+        return args.dllm_full_query_groups, args.dllm_full_kv_channels, True
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return groups, args.kv_channels, False
 
 
 def expert_layers(args) -> list[bool]:
@@ -144,8 +172,7 @@ class Mapping:
     """
 
     def __init__(self, table: Table, args):
-        self._heads, self._d = args.num_attention_heads, args.kv_channels
-        self._groups = args.num_query_groups if args.group_query_attention else self._heads
+        self._args = args
         self._experts = args.num_experts
         self.megatron: dict[str, tuple[tuple[int, ...], list[Rows]]] = {}
         self.hf: dict[str, tuple[int, ...]] = {}
@@ -174,18 +201,21 @@ class Mapping:
             return [piece(rule, 0, count)]
         if isinstance(rule, Stacked):
             return [piece(tensor, 0, count // 2) for tensor in (rule.first, rule.second)]
-        d, share = self._d, self._heads // self._groups * self._d
+        heads = self._args.num_attention_heads
+        groups, d, shared = attention_shape(self._args, numbers["layer"])
+        share = heads // groups * d
         rows = []
-        for g in range(self._groups):
+        for g in range(groups):
             if isinstance(rule, Interleaved):
                 rows += [
                     piece(rule.query, g * share, (g + 1) * share),
                     piece(rule.key, g * d, (g + 1) * d),
-                    piece(rule.value, g * d, (g + 1) * d),
                 ]
+                if not shared:
+                    rows.append(piece(rule.value, g * d, (g + 1) * d))
             else:
-                keys = self._heads * d + g * d
-                values = keys + self._groups * d
+                keys = heads * d + g * d
+                values = keys + groups * d
                 rows += [
                     piece(rule.name, g * share, (g + 1) * share),
                     piece(rule.name, keys, keys + d),

@@ -33,6 +33,7 @@ from megatron_dllm.data.sample import Sample
 # activation recomputation, pipeline stages and context-parallel slicing.
 STREAM, BLOCK, POSITION, DOCUMENT = range(4)
 NUM_ATTRIBUTES = 4
+ANCHOR = NUM_ATTRIBUTES  # one more, of modes that need it: the position at which a token's block begins
 NOISY, CLEAN, CONTEXT, COMPLEMENT = range(4)  # values of STREAM; COMPLEMENT: a second noisy copy
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
