@@ -19,6 +19,7 @@ from megatron_dllm.conversion.flags import check_conversion
 from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_dllm.models import FAMILIES, get_family
 from megatron_dllm.models.attention import BACKENDS
+from megatron_dllm.models.gemma_flags import check_gemma
 from megatron_dllm.models.rope import parse_scaling
 from megatron_dllm.models.weights import GEMMA, target_layers
 from megatron_dllm.modes import MODES, get_mode
@@ -313,6 +314,7 @@ def read_command_line(
     check_flags(args, given)
     check_conversion(args, given)
     check_layout(args, mode)
+    check_gemma(args, given)
     tokenizer = build_tokenizer(args)
     resolve_vocabulary(args, tokenizer, mode)
     mode.validate(args)

@@ -51,6 +51,8 @@ class RankBatch:
     counts: dict[str, float]
     tokens: dict[str, float]
     index: list[int]
+    canvas_rows: int = 0  # of the rows that are a mode's canvases, how many are this rank's; the last ones
+    soft: tuple[torch.Tensor, torch.Tensor] | None = None  # what an earlier pass has made of them (self_conditioning.py)
     digest: int = 0
     denominators: dict[str, float] = field(default_factory=dict)
     microbatches: int = 1
@@ -116,6 +118,7 @@ def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_
         counts={name: term.count for name, term in batch.terms.items()},
         tokens=batch.tokens,
         index=index,
+        canvas_rows=batch.drafted // cp_size,
     )
 
 

@@ -34,6 +34,7 @@ from megatron_dllm.models.weights import is_gemma, target_layers
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import LossTerm
 from megatron_dllm.parallel import RankBatch
+from megatron_dllm.self_conditioning import with_first_pass
 
 loss_curves = LossCurves()
 exporter = Exporter()
@@ -125,7 +126,9 @@ def forward_step(iterator, model):
 
     training = unwrap_model(model).training
     measures: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    output = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=score, terms=batch.terms)
+    options = {} if batch.soft is None else dict(soft=batch.soft)
+    inputs = batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA
+    output = model(*inputs, loss=score, terms=batch.terms, **options)
     return output, functools.partial(loss_function, batch, training, measures)
 
 
@@ -289,6 +292,7 @@ def install() -> _Hooks:
     megatron_training.training_log = hooks.log
     megatron_training.evaluate = hooks.evaluate
     megatron_training.save_checkpoint = hooks.save
+    megatron_training.get_forward_backward_func = with_first_pass(megatron_training.get_forward_backward_func)
     return hooks
 
 

@@ -312,6 +312,11 @@ class ScoreView:
     def batch_size(self) -> int:
         return self._hidden.shape[1]
 
+    @property
+    def hidden_QBD(self) -> torch.Tensor:
+        """Last hidden states (a shard of Q under sequence parallelism): for models, not for modes."""
+        return self._hidden
+
     def _head(self, term: str, **options) -> tuple[torch.Tensor, ...]:
         model, rows = self._model, self._terms[term]
         shared = model.share_embeddings_and_output_weights

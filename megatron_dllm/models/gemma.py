@@ -42,6 +42,13 @@ class DiffusionGemma(DiffusionLM):
         for layer in self.decoder.layers:
             layer.moe.router.requires_grad_(train_router)
 
+    def forward(self, tokens_BQ, position_ids_BQ, attributes_BQA, canvas_rows: int | None = None, **options):
+        """A DiffusionLM's, and of a first pass (`canvas_rows` given) on the last stage [C, B, D] `canvas_states`. soft:
+        what such a pass returned, see `embed`."""
+        if canvas_rows is not None:
+            options["loss"] = lambda view: self.canvas_states(view.hidden_QBD, canvas_rows)
+        return super().forward(tokens_BQ, position_ids_BQ, attributes_BQA, **options)
+
     def rotary_frequencies(self, base, percent, scaling):
         """Those of sliding layers, then those of full ones: the exponents are fractions of the whole head, and beyond
         the rotated part ("proportional", transformers) angles are zero."""
