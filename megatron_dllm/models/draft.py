@@ -25,9 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dllm.models.dlm import RMSNorm, block_spec
 from megatron_dllm.models.rope import angles, frequencies
-from megatron_dllm.modes.base import BLOCK, CONTEXT, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM, Rule
-
-ANCHOR = NUM_ATTRIBUTES  # one attribute more: the position at which a token's block begins
+from megatron_dllm.modes.base import ANCHOR, BLOCK, CONTEXT, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM, Rule
 
 
 def visible(

@@ -33,6 +33,9 @@ from megatron_dllm.data.sample import Sample
 # activation recomputation, pipeline stages and context-parallel slicing.
 STREAM, BLOCK, POSITION, DOCUMENT = range(4)
 NUM_ATTRIBUTES = 4
+# One more, of modes whose blocks stand beside the text (dflash, block_diffusion): the position at which a token's block
+# begins. What such a token sees of the text, and a sliding window of it, is counted from there.
+ANCHOR = NUM_ATTRIBUTES
 NOISY, CLEAN, CONTEXT, COMPLEMENT = range(4)  # values of STREAM; COMPLEMENT: a second noisy copy
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
