@@ -1,27 +1,28 @@
 """Encoder and canvas in one network (DiffusionGemma, Google 2026).
 
 The encoder reads the text causally; a canvas of K tokens is denoised in both directions with all clean text before it
-in view. Both are the same layers, and one pass over [text | canvases] computes both: a canvas's keys and values of the
-text are those that the text's own rows compute, and no text row looks at a canvas. Sliding windows are the model's affair.
+in view. Both are the same layers, and one pass over [text | canvases] computes both: the keys and values of the text
+that a canvas sees are those of the text's own rows, which never look at a canvas. Sliding windows are the
+model's affair.
 
-Blocks: every turn (a maximal run of supervised tokens of one document; in packed text a document) is cut into blocks of
-K from its start. `--block-diffusion-canvases` of them, drawn uniformly, become canvases. Their tokens are replaced by
-uniformly drawn ones (which may be the same) at one level a sample, t = eps + (1 - eps) u, and all of them are scored,
-replaced or not:
+Blocks: every turn (a maximal run of supervised tokens of one document; in packed text a document) is cut into blocks
+of K from its start. `--block-diffusion-canvases` of them, drawn uniformly, become canvases. Their tokens are replaced
+by uniformly drawn ones (which may be the same) at one level a sample, t = eps + (1 - eps) u, and all of them are
+scored, replaced or not:
 
     D    = Σ_{i of the canvases} -log q(x_i | canvas of i, x_0 of earlier blocks)  /  N_D
     AR   = Σ_i -log q(x_i+1 | x_0 up to i)  /  N_AR,     all neighbours of one document, prompts too
     loss = D + encoder_ar_loss_weight · AR
 
 Decoding always denoises whole canvases. So the last canvas of a turn goes on with supervised EOS (the fill), which no
-text row has: `--no-block-diffusion-eos-fill` leaves it short instead. Where the end of a turn is not in the sample it is
-always short.
+text row has: `--no-block-diffusion-eos-fill` leaves it short instead. Where the end of a turn is not in the sample it
+is always short.
 
 `--block-diffusion-self-conditioning P`: with probability P a sample's canvases are denoised a second time, knowing what
 was predicted the first time. Here the coin is drawn; the training loop does the rest.
 
-Shapes: S text, C canvases of K tokens, D = C·K (and padding), Q = S + D, N blocks chosen of one sample, F its fill; logits
-of a canvas at i predict token i, those of the text token i+1.
+Shapes: S text, C canvases of K tokens, D = C·K (and padding), Q = S + D, N blocks chosen of one sample, F its fill;
+logits of a canvas at i predict token i, those of the text token i+1.
 """
 
 import argparse
@@ -101,8 +102,8 @@ def validate(args) -> None:
         )
     if args.dllm_pad_block_size is not None:
         raise ValueError(
-            "--dllm-pad-block-size puts EOS into the text, and here only the last canvas of a turn is filled with it, by "
-            "default: remove it."
+            "--dllm-pad-block-size puts EOS into the text, and here only a turn's last canvas is filled with it (by "
+            "default): remove it."
         )
     if args.block_diffusion_eos_fill and args.dllm_eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token to fill canvases with: give --no-block-diffusion-eos-fill.")
