@@ -24,7 +24,7 @@ from megatron_dllm.models.rope import parse_scaling
 from megatron_dllm.models.weights import GEMMA, target_layers
 from megatron_dllm.modes import MODES, get_mode
 from megatron_dllm.presets import PRESETS, get_preset
-from megatron_dllm.validation import check_flags, check_layout, resolve_vocabulary
+from megatron_dllm.validation import check_flags, check_layout, resolve_vocabulary, set_model_length
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -87,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--dllm-block-size",
         type=int,
         default=None,
-        help="Tokens of a block, which is denoised as a whole; default 32 (hybrid, bd3lm), 1 (idlm) or 16 (dflash).",
+        help="Tokens of a block, which is denoised as a whole; default 32 (hybrid, bd3lm), 1 (idlm), 16 (dflash) or "
+        "256 (block_diffusion).",
     )
     group.add_argument(
         "--dllm-block-origin",
@@ -318,6 +319,7 @@ def read_command_line(
     tokenizer = build_tokenizer(args)
     resolve_vocabulary(args, tokenizer, mode)
     mode.validate(args)
+    set_model_length(args, mode)
     args.dllm_state = {}  # what a mode learns from one step for the next
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.dllm_sequence_length

@@ -42,6 +42,7 @@ class RankBatch:
     counts, tokens: this micro-batch's contributions, the same on every context-parallel peer.
     denominators, microbatches: filled in once the whole step has been read (see data/stream.py).
     digest: hash of everything above before slicing; equal on all tensor/context/pipeline peers.
+    self_conditioned_B: as in ModelInput.
     """
 
     tokens_BQ: torch.Tensor
@@ -56,6 +57,7 @@ class RankBatch:
     digest: int = 0
     denominators: dict[str, float] = field(default_factory=dict)
     microbatches: int = 1
+    self_conditioned_B: torch.Tensor | None = None
 
     def to(self, device) -> "RankBatch":
         """Move all tensors; a no-op on CPU."""
@@ -63,7 +65,7 @@ class RankBatch:
             return self
         move = lambda t: t if t is None else t.to(device, non_blocking=True)
         self.tokens_BQ, self.position_ids_BQ = move(self.tokens_BQ), move(self.position_ids_BQ)
-        self.attributes_BQA = move(self.attributes_BQA)
+        self.attributes_BQA, self.self_conditioned_B = move(self.attributes_BQA), move(self.self_conditioned_B)
         for term in self.terms.values():
             for name, tensor in vars(term).items():
                 setattr(term, name, move(tensor))
@@ -119,13 +121,15 @@ def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_
         tokens=batch.tokens,
         index=index,
         canvas_rows=batch.drafted // cp_size,
+        self_conditioned_B=batch.self_conditioned_B,
     )
 
 
 def digest(batch: ModelInput, index: list[int]) -> int:
-    """63-bit hash of all that a micro-batch trains on: inputs, positions, attributes, every term."""
+    """63-bit hash of all that a micro-batch trains on: inputs, positions, attributes, coins, every term."""
     h = hashlib.blake2b(repr(index).encode(), digest_size=8)
     tensors = [batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA]
+    tensors += [] if batch.self_conditioned_B is None else [batch.self_conditioned_B]
     for name in sorted(batch.terms):
         h.update(repr(batch.terms[name].count).encode())
         tensors += [value for value in vars(batch.terms[name]).values() if isinstance(value, torch.Tensor)]

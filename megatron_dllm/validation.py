@@ -240,15 +240,20 @@ def check_layout(args, mode: ModuleType) -> None:
     # Chat batches are padded to their longest row, so lengths change between micro-batches.
     args.dllm_variable_lengths = args.sft_data_path is not None and args.dllm_padding == "ignore"
     args.dllm_length_multiple = multiple
+    args.dllm_sequence_length = args.seq_length
+
+
+def set_model_length(args, mode: ModuleType) -> None:
+    """`seq_length` becomes Q (`dllm_sequence_length` stays S): a pipeline's tensors are as long as the model's input.
+    After `mode.validate`, which may find that lengths vary though those of the data do not."""
     expert_parallel = args.num_experts is not None and args.expert_model_parallel_size > 1
     if args.dllm_variable_lengths and expert_parallel and args.moe_token_dispatcher_type != "alltoall":
         raise ValueError(
-            "chat batches differ in length between ranks, which the allgather dispatcher cannot exchange: use "
-            "--moe-token-dispatcher-type alltoall."
+            "batches of chat data, or of all canvases, differ in length between ranks, which the allgather dispatcher "
+            "cannot exchange: use --moe-token-dispatcher-type alltoall."
         )
-    # The pipeline's tensors are as long as the model's input.
-    args.dllm_sequence_length = args.seq_length
-    args.seq_length *= mode.streams(args)
+    length = getattr(mode, "model_length", None)
+    args.seq_length = args.seq_length * mode.streams(args) if length is None else length(args)
 
 
 def _check_experts(args, tp: int, pp: int, world: int) -> None:
@@ -293,7 +298,7 @@ def _check_context_parallel(args, tp: int, cp: int) -> None:
 
 
 def resolve_vocabulary(args, tokenizer: Tokenizer, mode: ModuleType) -> None:
-    """Fill in vocab_size (rows that are tokens), padded_vocab_size, the mask and the padding id."""
+    """Fill in vocab_size (rows that are tokens), padded_vocab_size, and the ids of mask, padding and EOS (or None)."""
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
     if args.vocab_size is not None and args.vocab_size < tokenizer.vocab_size:
@@ -308,6 +313,7 @@ def resolve_vocabulary(args, tokenizer: Tokenizer, mode: ModuleType) -> None:
         raise ValueError(
             f"--padded-vocab-size {args.padded_vocab_size} is smaller than the vocabulary of {args.vocab_size}."
         )
+    args.dllm_eos_token_id = tokenizer.eos_id
     args.dllm_pad_token_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
     if args.dllm_pad_token_id is None:
         args.dllm_pad_token_id = 0  # padding is seen by nobody; any valid id will do

@@ -26,8 +26,7 @@ from megatron_dllm.generation.rows import Decoding, Row
 from megatron_dllm.models.attention import RuleAttention
 from megatron_dllm.models.cache import KeyValueCache
 from megatron_dllm.models.dflash import DraftOfTarget
-from megatron_dllm.models.draft import ANCHOR
-from megatron_dllm.modes.base import BLOCK, CONTEXT, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
+from megatron_dllm.modes.base import ANCHOR, BLOCK, CONTEXT, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from megatron_dllm.modes import bd3lm, dflash, hybrid, idlm, mdlm, scdd
+from megatron_dllm.modes import bd3lm, block_diffusion, dflash, hybrid, idlm, mdlm, scdd
 
 MODES: dict[str, ModuleType] = {
     "mdlm": mdlm,
@@ -11,6 +11,7 @@ MODES: dict[str, ModuleType] = {
     "idlm": idlm,
     "scdd": scdd,
     "dflash": dflash,
+    "block_diffusion": block_diffusion,
 }
 
 

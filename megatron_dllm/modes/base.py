@@ -9,6 +9,7 @@ A mode is a module in this folder with these names, always in this order (see `m
     add_args(group)                     its private flags
     validate(args)                      raises ValueError with one sentence that says what to do; fills in defaults
     streams(args)                       how many streams of S tokens its model input has
+    model_length(args)                  optional: Q, where that is not S times the streams
     corrupt(sample, draws, args)        Sample -> Corrupted; one sample, CPU, pure
     layout(samples, length, args)       [Corrupted] -> ModelInput; what the network sees, and what is scored
     visible(query, key)                 may this query attend to this key? boolean, on attribute vectors
@@ -19,7 +20,7 @@ A mode is a module in this folder with these names, always in this order (see `m
 and, where a step's losses shape the next one, `TERMS`, their names, and `after_step(losses, args)`, which keeps what
 it learns in `args.dllm_state` (saved with the checkpoint).
 
-Shapes: B rows, S clean length, Q model length (S times the number of streams), A attributes.
+Shapes: B rows, S clean length, Q model length (S times the number of streams, and drafted blocks), A attributes.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,9 @@ from megatron_dllm.data.sample import Sample
 # activation recomputation, pipeline stages and context-parallel slicing.
 STREAM, BLOCK, POSITION, DOCUMENT = range(4)
 NUM_ATTRIBUTES = 4
-ANCHOR = NUM_ATTRIBUTES  # one more, of modes that need it: the position at which a token's block begins
+# One more, of modes whose blocks stand beside the text (dflash, block_diffusion): the position at which a token's block
+# begins. What such a token sees of the text, and a sliding window of it, is counted from there.
+ANCHOR = NUM_ATTRIBUTES
 NOISY, CLEAN, CONTEXT, COMPLEMENT = range(4)  # values of STREAM; COMPLEMENT: a second noisy copy
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -85,8 +88,9 @@ class ModelInput:
 
     tokens_BQ, position_ids_BQ int64; attributes_BQA int32 (see the column names above).
     streams: into how many equally long streams Q divides; a context-parallel rank owns the same positions
-    of each. drafted: tokens of draft blocks after the streams (dflash). tokens: counters for the logs (sums over the
-    micro-batch).
+    of each. drafted: tokens of blocks after the streams (dflash, block_diffusion). tokens: counters for the logs (sums
+    over the micro-batch). self_conditioned_B: bool, rows whose blocks are denoised with a first prediction in view;
+    None where there are never any.
     """
 
     tokens_BQ: torch.Tensor
@@ -96,6 +100,7 @@ class ModelInput:
     streams: int = 1
     tokens: dict[str, float] = field(default_factory=dict)
     drafted: int = 0
+    self_conditioned_B: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
