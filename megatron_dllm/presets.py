@@ -7,7 +7,7 @@ else the family's.
 
 Sources, beside the configuration classes: LLaDA (arXiv:2502.09992), LLaDA2.0 (arXiv:2512.15745), Dream
 (arXiv:2508.15487), Fast-dLLM v2 (arXiv:2509.26328), Qwen3 (arXiv:2505.09388), SmolLM2 (arXiv:2502.02737), and the model
-cards of LLaDA-MoE-7B-A1B and of Nemotron-Labs-Diffusion.
+cards of LLaDA-MoE-7B-A1B, of Nemotron-Labs-Diffusion and of DiffusionGemma 26B-A4B.
 """
 
 from dataclasses import dataclass
@@ -129,6 +129,49 @@ PRESETS: dict[str, dict | Released] = {
     # A debug model that trains in seconds on a laptop; divisible by TP 4 and PP 4.
     "tiny": _TINY,
     "tiny-moe": _TINY | dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=192),
+    # The same of DiffusionGemma: every other layer sees everything.
+    "tiny-diffusion-gemma": _TINY
+    | dict(
+        dllm_architecture="diffusion_gemma",
+        untie_embeddings_and_output_weights=False,
+        num_experts=4,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=64,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        dllm_full_attention_layers=[1, 3],
+        dllm_window=32,
+        dllm_full_kv_channels=32,
+        dllm_full_query_groups=2,
+        dllm_full_rotary_base=1e6,
+        dllm_full_rotary_percent=0.25,
+        dllm_logit_softcap=30.0,
+        dllm_block_size=16,
+    ),
+    # The text part of DiffusionGemma 26B-A4B.
+    "diffusion-gemma-26b-a4b": Released(
+        "diffusion_gemma",
+        dict(
+            canvas_length=256,
+            text_config=dict(
+                vocab_size=262144,
+                hidden_size=2816,
+                num_hidden_layers=30,
+                num_attention_heads=16,
+                num_key_value_heads=8,
+                head_dim=256,
+                global_head_dim=512,
+                num_global_key_value_heads=2,
+                intermediate_size=2112,
+                num_experts=128,
+                top_k_experts=8,
+                moe_intermediate_size=704,
+                sliding_window=1024,
+                rms_norm_eps=1e-6,
+                max_position_embeddings=262144,
+            ),
+        ),
+    ),
     "llada-8b": Released(
         "llada",
         dict(
