@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 
 from megatron_dllm.modes.base import ANCHOR, BLOCK, CLEAN, DOCUMENT, NOISY, POSITION, STREAM
+from tests.hf_models import write_tokenizer
 
 VOCABULARY, K, WINDOW, SOFTCAP = 91, 8, 8, 30.0
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
@@ -66,6 +67,7 @@ def make_folder(path: str, vision: bool = True, **changes) -> str:
                 buffer.copy_(0.6 + 0.8 * torch.rand(1, generator=generator))
     model.tie_weights()
     model.save_pretrained(path)
+    write_tokenizer(path, VOCABULARY)
     return path
 
 

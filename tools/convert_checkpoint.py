@@ -22,6 +22,7 @@ from megatron_dllm.arguments import fail
 from megatron_dllm.launch import quiet
 from megatron_dllm.models import FAMILIES
 from megatron_dllm.models.hf import check_new_folder
+from megatron_dllm.models.weights import is_gemma
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -102,7 +103,9 @@ def import_folder(options: argparse.Namespace) -> None:
     with quiet():
         done = importing.run(planned, options.save, progress=lambda items: show(items, "weights"))
     args = planned.args
-    ready = f"for --dllm-mode {args.dllm_mode} (mask token {args.dllm_mask_token_id}) or another"
+    mask = "" if args.dllm_mask_token_id is None else f" (mask token {args.dllm_mask_token_id})"
+    ready = f"for --dllm-mode {args.dllm_mode}{mask}"
+    ready += "" if is_gemma(args) else " or another"
     if planned.family.draft:
         ready = "to be checked, exported, and trained further beside its target"
     print(

@@ -19,7 +19,8 @@ from megatron_dllm.models.family import PLAIN
 from megatron_dllm.models.hf import read_config
 from megatron_dllm.models.weights import target_layers
 from megatron_dllm.modes import MODES
-from megatron_dllm.modes.base import NUM_ATTRIBUTES, POSITION, Rule
+from megatron_dllm.modes.base import ANCHOR, CLEAN, NOISY, NUM_ATTRIBUTES, POSITION, STREAM, Rule
+from megatron_dllm.modes.base import BLOCK as BLOCK_NUMBER
 
 BLOCK = 8
 RULES: dict[str, Rule] = {
@@ -48,7 +49,8 @@ def compare(
     The folder's side is the transformers class that the family equals. For families of transformers it is filled with
     the folder's tensors by name; for those with code of their own, whose names transformers does not know, by our
     table: then this proves Megatron's network and the checkpoint, and the table has its proof in tests/parity. A draft
-    is compared by name, with its network in plain torch, on random hidden states in place of `text`.
+    is compared by name, with its network in plain torch, on random hidden states in place of `text`; a DiffusionGemma by
+    the encoder's logits of the text and those of a random canvas behind it.
     Raises ValueError (one sentence) for a folder or checkpoint that cannot be read.
     """
     tokenizer = _moved_tokenizer(path, load, step)
@@ -66,6 +68,8 @@ def compare(
     if not ids:
         raise ValueError("--text has no tokens: give a longer one.")
     tokens_BQ = torch.tensor([ids])
+    if family.text_config is not None:
+        return _compare_canvases(path, planned, tokens_BQ)
     theirs = reference_model(path)
     known = theirs.config.vocab_size
     if planned.args.vocab_size < known or max(ids) >= known:
@@ -98,6 +102,37 @@ def compare(
         differences[name] = (logits[..., : expected.shape[-1]] - expected).abs().max().item()
         largest = max(largest, expected.abs().max().item())
     return Comparison(differences, largest, len(ids))
+
+
+def _compare_canvases(path: str, planned: Plan, clean_1S: torch.Tensor) -> Comparison:
+    """Encoder and canvas of both, by the released code's own masks and caches."""
+    import transformers
+
+    S, K = clean_1S.shape[1], min(32, planned.args.dllm_block_size)
+    try:
+        load = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained
+        theirs = load(path, dtype=torch.float32, local_files_only=True).eval()
+    except Exception as error:
+        raise ValueError(f"transformers cannot load {path} ({type(error).__name__}: {error}).") from error
+    known = theirs.config.get_text_config().vocab_size
+    if planned.args.vocab_size < known or int(clean_1S.max()) >= known:
+        raise ValueError(
+            f"{path} knows {known} tokens, {planned.folder} {planned.args.vocab_size}: they are not of one model."
+        )
+    canvas_1K = torch.randint(0, known, (1, K), generator=torch.Generator().manual_seed(0))
+    positions_1Q = torch.arange(S + K)[None]
+    attributes_1QA = torch.zeros(1, S + K, ANCHOR + 1, dtype=torch.int32)
+    attributes_1QA[..., POSITION] = attributes_1QA[..., ANCHOR] = positions_1Q
+    attributes_1QA[:, :S, STREAM], attributes_1QA[:, S:, STREAM] = CLEAN, NOISY
+    attributes_1QA[:, S:, BLOCK_NUMBER], attributes_1QA[:, S:, ANCHOR] = 1, S
+    with torch.no_grad():
+        out = theirs(input_ids=clean_1S, decoder_input_ids=canvas_1K)
+        cap = theirs.final_logit_softcapping
+        encoder = cap * torch.tanh(theirs.lm_head(out.encoder_last_hidden_state) / cap)
+        logits = build(planned).model(torch.cat([clean_1S, canvas_1K], 1), positions_1Q, attributes_1QA)[..., :known]
+    expected = dict(encoder=(logits[:, :S], encoder), canvas=(logits[:, S:], out.logits))
+    differences = {name: (a - b).abs().max().item() for name, (a, b) in expected.items()}
+    return Comparison(differences, max(b.abs().max().item() for _, b in expected.values()), S + K)
 
 
 def _compare_drafts(path: str, config: dict, planned: Plan) -> Comparison:

@@ -39,6 +39,7 @@ class Export:
     config: dict
     generation: dict
     reference: str | None
+    carried: Folder | None = None  # its weights of parts that are not trained go along
 
 
 def plan(path: str, step: int | None = None, reference: str | None = None, family: str = "auto") -> Export:
@@ -66,10 +67,12 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
         if family != "auto" or their_config is None:
             raise
         raise ValueError(f"the reference {reference} does not fit this checkpoint: {error}") from error
-    keys = None
+    keys = carried = None
     if their_family is chosen:
         config = _like(their_config, config, chosen)
-        keys = Folder(reference).shapes  # of two layouts of experts, the reference's
+        theirs = Folder(reference)
+        keys = theirs.shapes  # of two layouts of experts, the reference's
+        carried = theirs if chosen.carried else None
     elif their_config is not None:
         config |= {key: their_config[key] for key in (*_IDS, "initializer_range") if key in their_config}
     elif not chosen.draft:  # whose tokenizer is its target's
@@ -78,7 +81,7 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
     generation = {key: config[key] for key in _IDS if key in config} | _generation_config(reference)
     if "mask_token_id" in config:
         generation["mask_token_id"] = config["mask_token_id"]
-    return Export(folder, args, chosen, chosen.mapping(args, keys), config, generation, reference)
+    return Export(folder, args, chosen, chosen.mapping(args, keys), config, generation, reference, carried)
 
 
 def _ids_of_tokenizer(args: Namespace) -> dict:
@@ -146,8 +149,10 @@ def _like(reference: dict, config: dict, family: Family) -> dict:
     if theirs == ours:
         return dict(reference)
     if {k: v for k, v in theirs.items() if k != "vocab_size"} == {k: v for k, v in ours.items() if k != "vocab_size"}:
-        sizes = {key: config[key] for key in ("vocab_size", "embedding_size") if key in config}
-        return reference | sizes
+        sizes = lambda described: {key: described[key] for key in ("vocab_size", "embedding_size") if key in described}
+        if (text := family.text_config) is not None:
+            return reference | {text: reference[text] | sizes(config[text])}
+        return reference | sizes(config)
     changed = next(name for name in ours if theirs.get(name) != ours[name])
     raise ValueError(
         f"the reference's config.json means --{changed.replace('_', '-')} {theirs[changed]}, the checkpoint has "
@@ -192,6 +197,9 @@ def run(
     mapping = planned.mapping
     stored = lambda name: reader.dtype(name) if dtype is None or name.endswith("expert_bias") else dtype
     tensors = {key: (shape, stored(mapping.places[key][0][0])) for key, shape in mapping.hf.items()}
+    carried, own = planned.carried, planned.family.carried
+    along = [] if carried is None else [key for key in carried.shapes if key.startswith(own)]
+    tensors |= {key: (carried.shapes[key], carried.dtypes[key]) for key in along}
     writer = FolderWriter(save, tensors, max_shard_bytes)
     check_new_folder(save, writer.total_bytes)
     writer.start()
@@ -203,6 +211,8 @@ def run(
                 rows = weight[row : row + piece.stop - piece.start]
                 writer.write(piece.key, piece.start, rows, piece.index)
                 row += len(rows)
+        for key in along:
+            writer.write(key, 0, carried.read(key, 0, carried.shapes[key][0]))
         writer.close()
         _write_surroundings(planned, writer.part, dtype)
         writer.finish()

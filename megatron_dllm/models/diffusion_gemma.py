@@ -92,6 +92,18 @@ class _Canvas(Entry):
         return dict(canvas_length=args.dllm_block_size)
 
 
+class _Vision(Entry):
+    """A tower of its own, or none."""
+
+    keys = ("vision_config",)
+
+    def read(self, config):
+        return {}
+
+    def write(self, args):
+        return dict(vision_config=None)  # a reference's own replaces it
+
+
 def _weights() -> Table:
     ours, theirs = "decoder.layers.{layer}.", "model.decoder.layers.{layer}."
     norms = dict(
@@ -107,6 +119,7 @@ def _weights() -> Table:
     pair = lambda prefix: Stacked(prefix + "gate_proj.weight", prefix + "up_proj.weight")
     return {
         "embedding.word_embeddings.weight": "model.decoder.embed_tokens.weight",
+        "output_layer.weight": "lm_head.weight",  # the same, where a folder stores it all the same
         "decoder.final_layernorm.weight": "model.decoder.norm.weight",
         "self_conditioning.pre_norm.weight": conditioning + "pre_norm.weight",
         "self_conditioning.mlp.linear_fc1.weight": pair(conditioning),
@@ -149,13 +162,13 @@ DIFFUSION_GEMMA = Family(
         Only("use_bidirectional_attention", None, also=("vision",)),  # of images, which are not trained
         Only("tie_word_embeddings", True),
     ),
-    outer=(_Canvas(), Only("tie_word_embeddings", True)),
+    outer=(_Canvas(), Only("tie_word_embeddings", True), _Vision()),
     weights=(_weights(),),
     arguments=dict(dllm_architecture=GEMMA, qk_layernorm=True, untie_embeddings_and_output_weights=False),
     mode="block_diffusion",
     suggested=dict(moe_router_dtype="fp32", moe_router_load_balancing_type="none"),
     harmless=tuple(
-        "vision_config audio_config boi_token_id eoi_token_id image_token_id boa_token_id eoa_token_id audio_token_id "
+        "audio_config boi_token_id eoi_token_id image_token_id boa_token_id eoa_token_id audio_token_id "
         "video_token_id vision_soft_tokens_per_image".split()
     ),
     carried=("model.encoder.vision_tower.", "model.encoder.embed_vision."),
