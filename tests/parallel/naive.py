@@ -4,13 +4,15 @@ import math
 
 import torch
 
+from tests.unit.canvas_cases import FILL, canvases
+
 F = torch.nn.functional
 
 
 def naive_loss(logits_BQV, rows, args) -> torch.Tensor:
     """Loss of a global batch. rows: its corrupted samples, in order; logits of their layout, padding at the end."""
-    modes = {"mdlm": mdlm, "bd3lm": bd3lm, "hybrid": hybrid, "idlm": idlm, "scdd": scdd, "dflash": dflash}
-    return modes[args.dllm_mode](logits_BQV, rows, args)
+    modes = dict(mdlm=mdlm, bd3lm=bd3lm, hybrid=hybrid, idlm=idlm, scdd=scdd, dflash=dflash)
+    return (modes | dict(block_diffusion=block_diffusion))[args.dllm_mode](logits_BQV, rows, args)
 
 
 def streams(logits_BQV, count: int):
@@ -104,6 +106,26 @@ def dflash(logits_BQV, rows, args):
                     total = total + weight * F.cross_entropy(logits_QV[block * K + k], s.tokens_S[place])
                     count += 1 if args.dllm_compat else weight
     return total / max(1, count)
+
+
+def block_diffusion(logits_BQV, rows, args):
+    """Of the chosen canvases only where they begin is taken from the mode."""
+    K, begins = args.dllm_block_size, [[places[0] for places in row.places_NK.tolist()] for row in rows]
+    C = max(1, *map(len, begins)) if args.dllm_variable_lengths else args.block_diffusion_canvases
+    S = logits_BQV.shape[1] - C * K
+    total, count, ar, pairs = 0.0, 0, 0.0, 0
+    for logits_QV, row, chosen in zip(logits_BQV, rows, begins, strict=True):
+        s = row.sample
+        assert len(s) <= S
+        for c, canvas in enumerate(canvas for canvas in canvases(s, args) if canvas[0] in chosen):
+            for k, entry in enumerate(canvas):
+                if entry is not None:
+                    target = torch.tensor(args.dllm_eos_token_id) if entry is FILL else s.tokens_S[entry]
+                    total, count = total + F.cross_entropy(logits_QV[S + c * K + k], target), count + 1
+        for i in range(len(s) - 1):
+            if s.document_S[i] == s.document_S[i + 1] >= 0:
+                ar, pairs = ar + F.cross_entropy(logits_QV[i], s.tokens_S[i + 1]), pairs + 1
+    return divide(total, count) + args.encoder_ar_loss_weight * divide(ar, pairs)
 
 
 def scdd(logits_BQV, rows, args):

@@ -121,7 +121,7 @@ def test_layout_token_by_token(chosen, multiple, extra, variable, weight, **draw
     assert not term.weights_BQ[:, :S].any()
     assert term.count == count + term.weights_BQ[1].sum()
     if not variable and chosen != "all":
-        assert D == mode.model_length(args) - args.dllm_sequence_length
+        assert mode.model_length(args) == args.dllm_sequence_length + D
     # the text
     pairs = [i for i in range(S_own - 1) if sample.document_S[i] == sample.document_S[i + 1]]
     if weight:
@@ -210,7 +210,7 @@ def test_fill_is_noised_like_the_rest():
 
 
 def test_blocks_are_chosen_uniformly_and_apart_from_noise_and_coin():
-    """One random stream for both would tie the coin to the block: all samples of the first blocks would be conditioned."""
+    """One random stream for both would tie the coin to the block: all samples of the first ones would get it."""
     args = flags(block_diffusion_canvases=1, dllm_block_size=2, dllm_architecture="diffusion_gemma")
     sample = make_sample([0] * 9)  # five blocks
     counts = torch.zeros(5, 2)
