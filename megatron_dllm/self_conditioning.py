@@ -6,8 +6,9 @@ forward only, the micro-batches of the step in which some coin is on; what comes
 states of canvas rows, goes to the first stage; then the step as it would be without. (A schedule inside of a schedule
 would deadlock, or mix up stages' tensors.)
 
-Coins are a function of (seed, sample index), so all peers agree on the micro-batches. With expert parallelism a pass is
-collective among data-parallel ranks too: they agree by one small reduction a step.
+Coins are a function of (seed, sample index), so model-parallel peers agree on the micro-batches. Data-parallel ranks
+hold other samples; where a pass is collective among them too (experts are exchanged, parameters are gathered as they
+are needed), they agree by one small reduction a step.
 """
 
 import functools
@@ -15,7 +16,7 @@ import functools
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_dllm.parallel import RankBatch
@@ -39,15 +40,22 @@ def _run(schedule, *, data_iterator, num_microbatches: int, forward_only: bool =
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]  # of virtual stages
     chunks = [[next(iterator) for _ in range(num_microbatches)] for iterator in iterators]
     wanted = _wanted(chunks[0], interleaved=len(chunks) > 1)
+    model = options["model"]
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    gather = config.param_sync_func
     if wanted:
         _first_pass(schedule, chunks, wanted, options)
+        config.param_sync_func = None  # which has gathered them
     streams = [iter(chunk) for chunk in chunks]
-    return schedule(
-        data_iterator=streams if isinstance(data_iterator, list) else streams[0],
-        num_microbatches=num_microbatches,
-        forward_only=False,
-        **options,
-    )
+    try:
+        return schedule(
+            data_iterator=streams if isinstance(data_iterator, list) else streams[0],
+            num_microbatches=num_microbatches,
+            forward_only=False,
+            **options,
+        )
+    finally:
+        config.param_sync_func = gather
 
 
 def _conditions() -> bool:
@@ -57,7 +65,7 @@ def _conditions() -> bool:
 def _wanted(batches: list[RankBatch], interleaved: bool) -> list[int]:
     """Which micro-batches of the step need a first pass."""
     on = torch.tensor([bool(batch.self_conditioned_B.any()) for batch in batches])
-    if get_args().expert_model_parallel_size > 1:
+    if get_args().expert_model_parallel_size > 1 or get_args().overlap_param_gather:
         flags = on.int().to(torch.cuda.current_device())
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=mpu.get_data_parallel_group(with_context_parallel=True))
         on = flags.bool().cpu()

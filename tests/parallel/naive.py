@@ -15,6 +15,26 @@ def naive_loss(logits_BQV, rows, args) -> torch.Tensor:
     return (modes | dict(block_diffusion=block_diffusion))[args.dllm_mode](logits_BQV, rows, args)
 
 
+def naive_logits(model, batch, args) -> torch.Tensor:
+    """[B, Q, V] of the true vocabulary. With self-conditioning the first pass's logits, whole, make soft embeddings by
+    a plain product, in place of the model's own."""
+    inputs = batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA
+    soft = {}
+    if batch.self_conditioned_B is not None:
+        with torch.no_grad():
+            first_BQV = model(*inputs)[..., : args.vocab_size]
+        canvas_Q = torch.arange(first_BQV.shape[1]) >= first_BQV.shape[1] - batch.canvas_rows
+        known_BQ1 = (batch.self_conditioned_B[:, None] & canvas_Q)[..., None]
+        table_VD = model.embedding.word_embeddings.weight[: args.vocab_size]
+        soft_BQD = first_BQV.softmax(-1) @ table_VD * args.hidden_size**0.5 * known_BQ1
+        model._soft_embeddings = lambda *unused: soft_BQD.transpose(0, 1)
+        soft = dict(soft=(None, None))
+    try:
+        return model(*inputs, **soft)[..., : args.vocab_size]
+    finally:
+        vars(model).pop("_soft_embeddings", None)
+
+
 def streams(logits_BQV, count: int):
     return logits_BQV.chunk(count, dim=1)
 

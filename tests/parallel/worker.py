@@ -44,7 +44,7 @@ from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import DOCUMENT
 from megatron_dllm.parallel import rank_positions
 from megatron_dllm.training import install, pretrain
-from tests.parallel.naive import naive_loss
+from tests.parallel.naive import naive_logits, naive_loss
 
 SECONDS_PER_CASE = 75
 
@@ -159,6 +159,8 @@ class Observation:
         for wrapped in models:
             model = unwrap_model(wrapped)
             for name, parameter in model.named_parameters():
+                if not parameter.requires_grad:
+                    continue
                 full = reference["gradients"][weights.global_name(model, name)]
                 expected = weights.cut(model, name, parameter, full)
                 gradient = parameter.main_grad.float()
@@ -180,9 +182,8 @@ def naive_gradients(model, datasets) -> dict:
     samples = CorruptedSamples(datasets.train, args, Split.train)
     rows = [samples[i] for i in range(args.global_batch_size)]
     batch = Collate(args, 1, 0)(rows)
-    logits = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA)[..., : args.vocab_size]
-    loss = naive_loss(logits, rows, args)
-    parameters = dict(model.named_parameters())
+    loss = naive_loss(naive_logits(model, batch, args), rows, args)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradients = torch.autograd.grad(loss, list(parameters.values()))
     names = [weights.global_name(model, name) for name in parameters]
     true_rows = lambda name, g: g[: args.vocab_size] if name in weights.VOCABULARY else g

@@ -1,15 +1,20 @@
 """DiffusionGemma against transformers' class, in float64: logits, loss and every gradient."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_dllm.conversion.source import Source, load_into
-from megatron_dllm.models import get_family
+from megatron_dllm.models import dlm, gemma_layers, get_family
+from megatron_dllm.models import gemma as gemma_module
 from megatron_dllm.models.gemma import DiffusionGemma
 from megatron_dllm.models.gemma_layers import Shape
 from megatron_dllm.models.hf import read_config
+from megatron_dllm.modes.base import BLOCK, CLEAN, POSITION, STREAM
 from tests import gemma
 
 pytestmark = pytest.mark.usefixtures("parallel_state")
@@ -17,8 +22,6 @@ HEADS = {"2, 1": dict(), "2, 2": dict(num_global_key_value_heads=2), "4, 4": dic
 
 
 def ours(path: str, dtype=torch.float64, rule=gemma.rule, **changes) -> DiffusionGemma:
-    from argparse import Namespace
-
     family = get_family("diffusion_gemma")
     args = Namespace(**family.read(read_config(path)))
     config = TransformerConfig(
@@ -108,8 +111,6 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(tmp_path, head
         their_loss.backward()
         theirs = {name: p.grad for name, p in their_model.named_parameters(remove_duplicate=False)}
         family = get_family("diffusion_gemma")
-        from argparse import Namespace
-
         mapping = family.mapping(Namespace(**family.read(read_config(path))))
         compared = 0
         for name, parameter in model.named_parameters():
@@ -124,3 +125,116 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(tmp_path, head
             assert (got - wanted).abs().max() <= 1e-10 * max(1.0, float(wanted.abs().max())), name
             compared += 1
         assert compared == len(dict(model.named_parameters())) > 150
+
+
+def own_window(query, key, rule, window):
+    """Counted from the token itself, also on a canvas."""
+    return rule(query, key) & ((key[..., STREAM] != CLEAN) | (query[..., POSITION] - key[..., POSITION] < window))
+
+
+_within_window = gemma_layers.within_window
+
+
+def wide_window(query, key, rule, window):
+    return _within_window(query, key, rule, window + 1)
+
+
+def sees_itself_clean(query, key):
+    """A canvas sees the clean tokens of its own block."""
+    later = query.clone()
+    later[..., BLOCK] += (query[..., STREAM] != CLEAN).to(query.dtype)
+    return gemma.rule(later, key) | gemma.rule(query, key)
+
+
+class NormedValue(gemma_layers.GemmaAttention):
+    def get_query_key_value_tensors(self, *inputs, **options):
+        query, key, value = super().get_query_key_value_tensors(*inputs, **options)
+        return query, key, key if self._shared else value
+
+
+class HeadScale(gemma_layers.GemmaAttention):
+    def __init__(self, *inputs, **options):
+        super().__init__(*inputs, **options)
+        self.core_attention.softmax_scale = self.hidden_size_per_attention_head**-0.5
+
+
+class NormedRouting(gemma_layers.GemmaExperts):
+    def forward(self, hidden, routed_by, padding):
+        return super().forward(hidden, hidden, padding)
+
+
+class UnscaledRouting(gemma_layers.GemmaRouter):
+    def forward(self, hidden, padding_mask=None):
+        normed = gemma_layers.rms(hidden, self.config.layernorm_epsilon) * self.scale
+        probabilities, chosen = TopKRouter.forward(self, normed.contiguous(), padding_mask)
+        return probabilities * self.per_expert_scale, chosen
+
+
+class EqualExperts(gemma_layers.GemmaRouter):
+    def forward(self, hidden, padding_mask=None):
+        probabilities, chosen = super().forward(hidden, padding_mask)
+        return probabilities / self.per_expert_scale, chosen
+
+
+def by_position(query_percent):
+    """Rotary exponents as fractions of the rotated part, as --rotary-percent has them."""
+    return lambda self, base, percent, scaling: (
+        torch.cat([dlm.frequencies(8, base)[0], torch.nn.functional.pad(dlm.frequencies(16, 1e6, query_percent)[0], (0, 6))]),
+        1.0,
+    )
+
+
+MUTATIONS = {
+    "window from the token itself": (gemma_layers, "within_window", own_window, "canvas"),
+    "window one too wide": (gemma_layers, "within_window", wide_window, "both"),
+    "a canvas sees its clean tokens": (None, None, sees_itself_clean, "canvas"),
+    "values of normed keys": (gemma_layers, "GemmaAttention", NormedValue, "both"),
+    "softmax scale of the head": (gemma_layers, "GemmaAttention", HeadScale, "both"),
+    "experts chosen by what they compute on": (gemma_layers, "GemmaExperts", NormedRouting, "both"),
+    "no 1/sqrt(D) in the router": (gemma_layers, "GemmaRouter", UnscaledRouting, "both"),
+    "no factor of an expert": (gemma_layers, "GemmaRouter", EqualExperts, "both"),
+    "exponents of the rotated part": (DiffusionGemma, "rotary_frequencies", by_position(0.25), "both"),
+    "the exact gelu": (gemma_layers, "gelu_tanh", F.gelu, "both"),
+    "no norm of values": (gemma_layers, "rms", lambda x, eps: x if x.dim() == 4 else F.rms_norm(x, x.shape[-1:], eps=eps), "both"),
+    "no norm of an unconditioned canvas": (gemma_module, "rms", lambda x, eps: x, "canvas"),
+}
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """(folder, batch, transformers' logits of canvases and encoders)."""
+    path, data = gemma.make_folder(str(tmp_path_factory.mktemp("gemma") / "hf")), gemma.batch()
+    model = gemma.theirs(path)
+    with gemma.float64(), torch.no_grad():
+        canvases, encoders, _ = gemma.expected(model, data, conditioned=True)
+    return path, data, canvases, encoders
+
+
+@torch.no_grad()
+def moved(example, rule=gemma.rule, change=lambda model: None) -> tuple[float, float]:
+    path, data, canvases, encoders = example
+    with gemma.float64():
+        model = ours(path, rule=rule)
+        change(model)
+        logits_BQV, _ = run(model, data, conditioned=True)
+    return differences(logits_BQV, canvases, encoders, data)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_comparison_sees_what_is_easily_done_wrong(example, monkeypatch, name):
+    owner, attribute, wrong, where = MUTATIONS[name]
+    if owner is None:
+        canvas, encoder = moved(example, rule=wrong)
+    else:
+        monkeypatch.setattr(owner, attribute, wrong)
+        canvas, encoder = moved(example)
+    assert canvas > 1e-2
+    assert encoder < 1e-10 if where == "canvas" else encoder > 1e-3
+
+
+def test_the_comparison_sees_whose_layer_scale_is_used(example):
+    def swap(model):
+        for layer in model.decoder.layers:
+            layer.encoder_layer_scalar.copy_(layer.layer_scalar)
+
+    assert min(moved(example, change=swap)) > 1e-2
