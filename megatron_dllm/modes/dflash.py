@@ -28,7 +28,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dllm.data.sample import Sample
-from megatron_dllm.modes import common
+from megatron_dllm.modes import common, guesses
+from megatron_dllm.modes.anchors import nonoverlap, overlap, prefixes, supervised
 from megatron_dllm.modes.base import Corrupted, LossTerm, ModelInput, Term
 from megatron_dllm.noise import Draws
 
@@ -39,7 +40,6 @@ REQUIRED = {"dflash_target": "--dllm-mode dflash trains beside a frozen model: n
 SAMPLINGS = ("supervised", "overlap", "nonoverlap")
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # by block size, as published; for others half of it, at least 2
 LOSSES = ("decay", "variable-prefix")
-PREFIX_BASE = 0.9  # as published
 ANCHORS, PREFIXES = "dflash anchors", "dflash prefixes"  # the random streams
 
 
@@ -207,56 +207,6 @@ def corrupt(sample: Sample, draws: Draws, args) -> Anchored:
     )
 
 
-def supervised(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Up to N distinct supervised tokens that K - 1 others of their document follow, in order. Draws: one uniform for
-    each place that a block of the sample can begin at."""
-    anchors_N, kept_N = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.bool)
-    places = len(sample) - K + 1
-    if places < 1:
-        return anchors_N, kept_N
-    valid = sample.loss_mask_S[:places] & (sample.document_S[:places] == sample.document_S[K - 1 :])
-    order = torch.rand(places, generator=g).masked_fill(~valid, 2.0).argsort(stable=True)
-    count = min(N, int(valid.sum()))
-    anchors_N[:count] = order[:count].sort().values
-    kept_N[:count] = True
-    return anchors_N, kept_N
-
-
-def overlap(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """N places from the second on, drawn independently; the first and the last half as often as others."""
-    length = len(sample)
-    last = max(length - K, 1)
-    anchors_N = (1 + (torch.rand(N, generator=g) * (last - 1)).round().long()).clamp(1, last)
-    return _published(sample, anchors_N, torch.ones(N, dtype=torch.bool), K)
-
-
-def nonoverlap(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks that do not overlap, as many as fit, with random gaps between them. (The published way draws one set for a
-    whole batch, which would make a sample's blocks depend on its neighbours; of a batch of one it is this.)"""
-    length = len(sample)
-    count = min(N, max(1, (length - 1) // K))
-    available = length - count * K
-    if available < 1:
-        starts = torch.arange(1, count + 1)
-    else:
-        gaps = torch.randperm(available, generator=g)[:count].sort().values
-        starts = gaps + K * torch.arange(len(gaps)) + 1
-    anchors_N = torch.cat([starts, starts[-1:].expand(N - len(starts))])
-    return _published(sample, anchors_N, torch.arange(N) < count, K)
-
-
-def _published(sample: Sample, anchors_N, kept_N, K: int):
-    length = len(sample)
-    return anchors_N.clamp(max=max(length - 1, 0)), kept_N & (length > K)
-
-
-def prefixes(N: int, K: int, g: torch.Generator) -> torch.Tensor:
-    """[N] int64, from min(2, K - 1) to K - 1."""
-    shortest = min(2, K - 1)
-    odds = PREFIX_BASE ** torch.arange(shortest, K, dtype=torch.float32)
-    return shortest + torch.multinomial(odds, N, replacement=True, generator=g)
-
-
 def layout(samples: list[Anchored], length: int, args) -> ModelInput:
     """[x_0 | blocks]: the target reads the first, the draft predicts the second. Fewer than N blocks where no sample of
     the micro-batch has so many."""
@@ -276,7 +226,7 @@ def layout(samples: list[Anchored], length: int, args) -> ModelInput:
     there_BNK = (place_BNK < length) & same_BNK & kept_BN[..., None]
     known_BNK = there_BNK & (torch.arange(K) < prefix_BN[..., None])
     scored_BNK = of_place(rows.loss_mask_BS) & there_BNK & ~known_BNK
-    weights_BNK = scored_BNK * decay(prefix_BN, K, args.dflash_loss_decay)
+    weights_BNK = scored_BNK * guesses.decay(prefix_BN, K, args.dflash_loss_decay)
     after = lambda x_BNK: torch.nn.functional.pad(x_BNK.flatten(1), (length, 0))
     term = Term(
         targets_BQ=after(tokens_BNK),
@@ -299,12 +249,6 @@ def layout(samples: list[Anchored], length: int, args) -> ModelInput:
     )
 
 
-def decay(prefix_BN: torch.Tensor, K: int, gamma: float) -> torch.Tensor:
-    """[B, N, K] float32: 0 for the l known tokens, then exp(-(k - l) / gamma)."""
-    guess_BNK = torch.arange(K) - prefix_BN[..., None]
-    return torch.exp(-guess_BNK.clamp(min=0).float() / gamma) * (guess_BNK >= 0)
-
-
 def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """See models/draft.py, whose rule also knows the variants."""
     from megatron_dllm.models import draft
@@ -320,20 +264,13 @@ def measure(score, args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(sum, count) of this rank: tokens guessed right, in all and by their place, and how many tokens a block would
     give: its leading run of right ones, and one more."""
     right_N, rows = score.right["dllm"].float(), score.rows("dllm")
-    offsets_N, blocks_N = rows.offsets_N.long(), rows.rows_N
-    K = args.dllm_block_size
+    offsets_N, K = rows.offsets_N, args.dllm_block_size
     report = {"draft accuracy": (right_N.sum(), right_N.new_tensor(len(right_N)))}
     for k in range(1, K):
         here = (offsets_N == k).float()
         report[f"draft accuracy at {k}"] = ((right_N * here).sum(), here.sum())
-    # rows are numbered place · B + b: those of a block differ by their offset alone
-    first_N = blocks_N - offsets_N * score.batch_size
-    starts, block_N = first_N.unique(return_inverse=True)
-    run_MK = right_N.new_ones(len(starts), K)  # what is not scored does not end a run, and does not count
-    scored_MK = torch.zeros_like(run_MK)
-    run_MK[block_N, offsets_N] = right_N
-    scored_MK[block_N, offsets_N] = 1
-    length_M = (run_MK.cumprod(1) * scored_MK).sum(1) + 1
+    run_MK, _ = guesses.runs(right_N, rows, score.batch_size, K)
+    length_M = run_MK.sum(1) + 1
     report["accepted tokens a block"] = (length_M.sum(), length_M.new_tensor(len(length_M)))
     return report
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dllm.data.sample import Sample
-from megatron_dllm.modes import dflash
+from megatron_dllm.modes import dflash, guesses
 from megatron_dllm.modes.base import POSITION
 from megatron_dllm.noise import Draws
 from tests.unit.block_cases import MASK, make_sample
@@ -161,7 +161,7 @@ def test_a_block_that_does_not_count_sees_itself_alone():
 
 def test_first_guess_weighs_one():
     """The anchor has no weight, and the token after it the largest; divided by the sum of weights."""
-    first, second = dflash.decay(torch.tensor([[1, 2]]), 4, 7.0)[0].tolist()
+    first, second = guesses.decay(torch.tensor([[1, 2]]), 4, 7.0)[0].tolist()
     assert first == pytest.approx([0, 1, 0.866878, 0.751477], rel=1e-5)
     assert second == pytest.approx([0, 0, 1, 0.866878], rel=1e-5)
     sample = anchored(make_sample([0] * 8), [2])
