@@ -27,6 +27,7 @@ class RankTerm:
     levels_N: torch.Tensor | None = None
     offsets_N: torch.Tensor | None = None
     inputs_N: torch.Tensor | None = None
+    teacher_N: torch.Tensor | None = None
 
     def chunk(self, rows: slice) -> "RankTerm":
         """Some of the rows."""
@@ -101,6 +102,7 @@ def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_
             pick(term.levels_BQ),
             pick(term.offsets_BQ),
             pick(term.inputs_BQ),
+            pick(term.teacher_BQ),
         )
     attributes = batch.attributes_BQA
     if full_within_document and (attributes[..., DOCUMENT] == 0).all():
