@@ -51,7 +51,7 @@ def add_args(group) -> None:
 
 
 def validate(args) -> None:
-    """Fill in what belongs to the kind of loss; ValueError (one sentence) for what does not."""
+    """Fill in what belongs to the kind of loss; ValueError (one sentence) for what does not, or is out of range."""
     _validate_weights(args)
     _validate_distillation(args)
 
