@@ -128,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for name, dest, action in opposites:
         group.add_argument(name, dest=dest, action=action, help="The default here is the opposite.")
 
-    group = parser.add_argument_group("diffusion_gemma: what Megatron's flags cannot say of its layers (set by presets)")
+    group = parser.add_argument_group("diffusion_gemma: what Megatron's flags cannot say of layers (set by presets)")
     group.add_argument("--dllm-architecture", choices=(GEMMA,), default=None, help="Default: Megatron's usual layers.")
     group.add_argument(
         "--dllm-full-attention-layers",

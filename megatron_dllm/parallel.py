@@ -27,6 +27,7 @@ class RankTerm:
     levels_N: torch.Tensor | None = None
     offsets_N: torch.Tensor | None = None
     inputs_N: torch.Tensor | None = None
+    teacher_N: torch.Tensor | None = None
 
     def chunk(self, rows: slice) -> "RankTerm":
         """Some of the rows."""
@@ -53,7 +54,7 @@ class RankBatch:
     tokens: dict[str, float]
     index: list[int]
     canvas_rows: int = 0  # of the rows that are a mode's canvases, how many are this rank's; the last ones
-    soft: tuple[torch.Tensor, torch.Tensor] | None = None  # what an earlier pass has made of them (self_conditioning.py)
+    soft: tuple[torch.Tensor, torch.Tensor] | None = None  # what an earlier pass made of them (self_conditioning.py)
     digest: int = 0
     denominators: dict[str, float] = field(default_factory=dict)
     microbatches: int = 1
@@ -105,6 +106,7 @@ def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_
             pick(term.levels_BQ),
             pick(term.offsets_BQ),
             pick(term.inputs_BQ),
+            pick(term.teacher_BQ),
         )
     attributes = batch.attributes_BQA
     if full_within_document and (attributes[..., DOCUMENT] == 0).all():

@@ -1,5 +1,5 @@
-"""Self-conditioning in training: where a sample's coin says so, a canvas is told what a pass without a graph has made of
-it (models/gemma.py).
+"""Self-conditioning in training: where a sample's coin says so, a canvas is told what a pass without a graph has made
+of it (models/gemma.py).
 
 The two passes are two ordinary runs of Megatron's pipeline schedule, so that every layout and schedule serves: first,
 forward only, the micro-batches of the step in which some coin is on; what comes out on the last stage, the last hidden

@@ -148,11 +148,12 @@ def loss_function(batch: RankBatch, training: bool, measures: dict, terms: list[
     for term in terms:
         value = term.sum.detach()
         term_weights[term.name] = term.weight
-        total = total + term.weight * term.sum / batch.denominators[term.name]
+        denominator = batch.denominators[term.counted]
+        total = total + term.weight * term.sum / denominator
         if training:
-            report[f"{term.name} loss"] = torch.stack([value / batch.denominators[term.name], value.new_tensor(share)])
+            report[f"{term.name} loss"] = torch.stack([value / denominator, value.new_tensor(share)])
         else:  # one quotient over all evaluated tokens, rather than the mean of the evaluation steps' quotients
-            report[f"{term.name} loss"] = torch.stack([value, value.new_tensor(batch.counts[term.name] / cp)])
+            report[f"{term.name} loss"] = torch.stack([value, value.new_tensor(batch.counts[term.counted] / cp)])
     _check(total.detach())
     if training:
         report = {"loss": torch.stack([total.detach(), total.new_tensor(share)]), **report}

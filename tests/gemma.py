@@ -127,8 +127,8 @@ def rule(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 class Batch(Namespace):
-    """Rows of [clean | canvas of one block]: tokens_BQ, position_ids_BQ, attributes_BQA; of row b, clean_B[b] tokens are
-    there, the response begins at prompts_B[b], and the canvas stands for block chosen_B[b] of it, of sizes_B[b]
+    """Rows of [clean | canvas of one block]: tokens_BQ, position_ids_BQ, attributes_BQA; of row b, clean_B[b] tokens
+    are there, the response begins at prompts_B[b], and the canvas stands for block chosen_B[b] of it, of sizes_B[b]
     tokens."""
 
 

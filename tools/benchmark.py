@@ -127,7 +127,7 @@ def ours(options, folder: Path):
     def loss(step):
         batch = batches[step % BATCHES]
         terms = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=loss_terms, terms=batch.terms)
-        return sum(term.weight * term.sum / batch.counts[term.name] for term in terms)
+        return sum(term.weight * term.sum / batch.counts[term.counted] for term in terms)
 
     scored = sum(len(term.rows_N) for batch in batches for term in batch.terms.values()) / BATCHES
     return model, loss, dict(assembly=statistics.median(seconds), scored=scored)

@@ -49,8 +49,8 @@ def compare(
     The folder's side is the transformers class that the family equals. For families of transformers it is filled with
     the folder's tensors by name; for those with code of their own, whose names transformers does not know, by our
     table: then this proves Megatron's network and the checkpoint, and the table has its proof in tests/parity. A draft
-    is compared by name, with its network in plain torch, on random hidden states in place of `text`; a DiffusionGemma by
-    the encoder's logits of the text and those of a random canvas behind it.
+    is compared by name, with its network in plain torch, on random hidden states in place of `text`; a DiffusionGemma
+    by the encoder's logits of the text and those of a random canvas behind it.
     Raises ValueError (one sentence) for a folder or checkpoint that cannot be read.
     """
     tokenizer = _moved_tokenizer(path, load, step)

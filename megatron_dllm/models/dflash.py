@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron_dllm.models import draft
 from megatron_dllm.models.dlm import DiffusionLM, ScoreView
 from megatron_dllm.models.target import Target
+from megatron_dllm.models.targets.base import whole_text
 from megatron_dllm.modes.base import NUM_ATTRIBUTES
 from megatron_dllm.parallel import RankTerm
 
@@ -48,6 +49,14 @@ class DraftOfTarget(draft.DraftModel):
     def select_rows(self, hidden_QBD: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
         """[N, D] rows of the blocks, numbered as in the whole input, which the context comes before."""
         return DiffusionLM.select_rows(self, hidden_QBD, rows_N - self._context * hidden_QBD.shape[1])
+
+    @torch.no_grad()
+    def teacher_rows(self, places_N: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
+        """[N, D] what the target's head reads at these places of the text, each in the sample that its row (numbered as
+        above) is of. Collective over context-parallel ranks; once for each pass."""
+        last_SBD = whole_text(self.target.last(), self.pg_collection.cp)
+        B = last_SBD.shape[1]
+        return last_SBD.flatten(0, 1).index_select(0, places_N * B + rows_N % B)
 
     def hidden_states(self, *inputs) -> torch.Tensor:
         """What DraftModel computes."""

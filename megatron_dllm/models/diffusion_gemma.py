@@ -1,5 +1,5 @@
-"""DiffusionGemma 26B-A4B (transformers: DiffusionGemmaForBlockDiffusion): an encoder and a canvas decoder that share one
-stack. Of the released model the text part; its vision tower is carried along. The network is in gemma.py.
+"""DiffusionGemma 26B-A4B (transformers: DiffusionGemmaForBlockDiffusion): an encoder and a canvas decoder that share
+one stack. Of the released model the text part; its vision tower is carried along. The network is in gemma.py.
 
 Layers are sliding and full ones, with heads of their own; full layers make values of the keys' projection. Experts are
 [experts, rows, columns] in one tensor. The head is the embedding. Encoder and decoder have the same weights but for one
@@ -13,6 +13,7 @@ from megatron_dllm.models.family import Family
 from megatron_dllm.models.weights import GEMMA, ExpertSlice, Interleaved, Stacked, Table
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_CAP = "final_logit_softcapping"
 
 
 @dataclass
@@ -20,7 +21,7 @@ class _Layers(Entry):
     """Which layers are full, what of the sliding ones differs there, and the rotations of both."""
 
     def __post_init__(self):
-        self.keys = ("layer_types", "per_layer_config", "sliding_window", "rope_parameters", "final_logit_softcapping")
+        self.keys = ("layer_types", "per_layer_config", "sliding_window", "rope_parameters", _CAP)
         self.keys += ("global_head_dim", "num_global_key_value_heads")  # in place of per_layer_config
         self.arguments = tuple(
             "dllm_full_attention_layers dllm_window dllm_full_kv_channels dllm_full_query_groups rotary_base "
@@ -37,7 +38,8 @@ class _Layers(Entry):
         full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
         own = {int(layer): dict(what) for layer, what in (config.get("per_layer_config") or {}).items()}
         shapes = [own.pop(layer, {}) for layer in full]
-        if own or not full or any(shape != shapes[0] or set(shape) - {"head_dim", "num_key_value_heads"} for shape in shapes):
+        known = {"head_dim", "num_key_value_heads"}
+        if own or not full or any(shape != shapes[0] or set(shape) - known for shape in shapes):
             raise ValueError(
                 "config.json gives layers shapes of their own (per_layer_config) other than one of all full layers: "
                 "only that is implemented."
@@ -58,7 +60,7 @@ class _Layers(Entry):
             rotary_base=plain_number(positive(sliding, "rope_theta", whole=False)),
             dllm_full_rotary_base=float(positive(wide, "rope_theta", whole=False)),
             dllm_full_rotary_percent=float(positive(wide, "partial_rotary_factor", whole=False)),
-            dllm_logit_softcap=float(positive({"final_logit_softcapping": 30.0} | config, "final_logit_softcapping", False)),
+            dllm_logit_softcap=float(positive({_CAP: 30.0} | config, _CAP, whole=False)),
         )
 
     def write(self, args):
@@ -74,8 +76,7 @@ class _Layers(Entry):
             per_layer_config={str(layer): shape for layer in sorted(full)},
             sliding_window=args.dllm_window,
             rope_parameters={_SLIDING: dict(rope_type="default", rope_theta=float(args.rotary_base)), _FULL: wide},
-            final_logit_softcapping=args.dllm_logit_softcap,
-        )
+        ) | {_CAP: args.dllm_logit_softcap}
 
 
 @dataclass

@@ -118,7 +118,7 @@ class Family:
             arguments |= self._explain(outside, self.outer, outside)
             config = config.get(self.text_config)
             if not isinstance(config, dict):
-                raise ValueError(f"config.json lacks {self.text_config}, where a {self.name} model describes its text part.")
+                raise ValueError(f"config.json lacks {self.text_config}, the text part of a {self.name} model.")
         filled = config
         if self.transformers_config is not None:
             filled = _with_defaults(self.transformers_config, config)

@@ -80,9 +80,9 @@ class DiffusionGemma(DiffusionLM):
             signal = torch.zeros_like(embedded)
         else:
             signal = self._soft_embeddings(*soft, scale.item(), tokens_BQ.shape[1])
-        canvas_QB1 = (own_rows(attributes_BQA, self.config, self.pg_collection)[..., STREAM, None] != CLEAN).contiguous()
+        stream_QB1 = own_rows(attributes_BQA, self.config, self.pg_collection)[..., STREAM, None]
         # of all rows, also clean ones: under sequence parallelism canvas rows are no slice, and this is one MLP
-        return torch.where(canvas_QB1, self.self_conditioning(embedded, signal), embedded)
+        return torch.where((stream_QB1 == CLEAN).contiguous(), embedded, self.self_conditioning(embedded, signal))
 
     def _soft_embeddings(self, hidden_CBD, known_B, scale: float, length: int) -> torch.Tensor:
         """[Q, B, D] (a shard under sequence parallelism), zero where nothing is known."""

@@ -28,7 +28,7 @@ def check_gemma(args, given: set[str]) -> None:
             )
     _check_numbers(args, flag)
     if args.transformer_impl != "local":
-        raise ValueError("the layers of diffusion_gemma have norms that Transformer Engine cannot fuse: use --transformer-impl local.")
+        raise ValueError("diffusion_gemma has norms that Transformer Engine cannot fuse: use --transformer-impl local.")
     if not args.qk_layernorm or args.untie_embeddings_and_output_weights or not args.swiglu:
         raise ValueError(
             "the network of diffusion_gemma has --qk-layernorm, --tie-embeddings-and-output-weights and gated MLPs: "
@@ -37,7 +37,7 @@ def check_gemma(args, given: set[str]) -> None:
     if isinstance(args.moe_layer_freq, list) or args.moe_layer_freq != 1:
         raise ValueError("every layer of diffusion_gemma has experts: leave out --moe-layer-freq.")
     if args.moe_grouped_gemm:
-        raise ValueError("--moe-grouped-gemm takes Transformer Engine's experts, which diffusion_gemma lacks: remove it.")
+        raise ValueError("--moe-grouped-gemm takes Transformer Engine's experts, not diffusion_gemma's: remove it.")
     if args.moe_aux_loss_coeff and any(_numbers(args.moe_aux_loss_coeff)):
         raise ValueError("experts of diffusion_gemma are not balanced by a loss: leave out --moe-aux-loss-coeff.")
     if args.moe_expert_capacity_factor is not None:
@@ -57,8 +57,8 @@ def _check_numbers(args, flag) -> None:
     wrong = [layer for layer in args.dllm_full_attention_layers if not 0 <= layer < args.num_layers]
     if wrong or len(set(args.dllm_full_attention_layers)) != len(args.dllm_full_attention_layers):
         raise ValueError(
-            f"--dllm-full-attention-layers {' '.join(map(str, args.dllm_full_attention_layers))}: name each layer once, "
-            f"from 0 to {args.num_layers - 1}."
+            f"--dllm-full-attention-layers {' '.join(map(str, args.dllm_full_attention_layers))}: name each layer "
+            f"once, from 0 to {args.num_layers - 1}."
         )
     for dest in _SHAPE[1:]:
         if not getattr(args, dest) > 0:
@@ -71,7 +71,10 @@ def _check_numbers(args, flag) -> None:
             f"{args.num_attention_heads}."
         )
     if args.rotary_percent != 1.0 or args.dllm_rope_scaling is not None:
-        raise ValueError("sliding layers of diffusion_gemma rotate whole heads, unscaled: leave out the flags that change it.")
+        raise ValueError(
+            "sliding layers of diffusion_gemma rotate whole heads, unscaled: leave out --rotary-percent and "
+            "--dllm-rope-scaling."
+        )
 
 
 def _check_recomputation(args) -> None:

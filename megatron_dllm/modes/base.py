@@ -72,6 +72,7 @@ class Term:
     levels_BQ   float32, the noise level behind each row, if the loss is to be logged by it
     offsets_BQ  int32, place within the block, if the loss is to be logged by it
     inputs_BQ   int64, the id that the network saw for the token that the row predicts, if the loss depends on it
+    teacher_BQ  int64, the place of the text at which a teacher predicts the row's token, if the loss depends on it
     """
 
     targets_BQ: torch.Tensor
@@ -80,6 +81,7 @@ class Term:
     levels_BQ: torch.Tensor | None = None
     offsets_BQ: torch.Tensor | None = None
     inputs_BQ: torch.Tensor | None = None
+    teacher_BQ: torch.Tensor | None = None
 
 
 @dataclass
@@ -109,8 +111,14 @@ class LossTerm:
 
     sum: differentiable scalar, Σ over this rank's rows; training divides it once by the term's count over the
     whole global batch. It is reported by name, without its weight.
+    of: the term whose rows it is of and whose count divides it, if that has another name.
     """
 
     name: str
     sum: torch.Tensor
     weight: float = 1.0
+    of: str | None = None
+
+    @property
+    def counted(self) -> str:
+        return self.of or self.name

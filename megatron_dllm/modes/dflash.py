@@ -13,6 +13,15 @@ over the global batch (`--dllm-compat automodel`: divided by Σ m_k, as that rec
 `--dflash-loss variable-prefix`: l tokens of a block are known instead of one, l drawn from min(2, K - 1) to K - 1 with
 odds 0.9^l for each block; the first guess is then x_{A+l}, and weights are exp(-(k - l) / gamma).
 
+`--dflash-loss dpace` (D-PACE, arXiv:2605.18810): w_k is what the draft's own confidence makes of it, anew in every
+pass, detached (`guesses.dpace`), and the sum is divided by the number of blocks with a scored token. Divided by Σ w it
+would lose what the weights say of how many tokens will be accepted (the author, in SpecForge's issue 828).
+
+`--dflash-kl-weight λ`: the draft learns from the target's distribution p too, its prediction of x_{A+k} at A + k - 1
+(JetSpec: forward KL, λ = 1, no decay). With both p_T and q_T of logits / T, same weights and denominator,
+
+    (1 - λ) · Σ w_k m_k · -log q(x_{A+k})  +  λ T² · Σ w_k m_k · KL(p_T ‖ q_T)
+
 Anchors are a function of the sample and the run's seed. `--dflash-anchor-sampling supervised`: distinct supervised
 tokens with a whole block after them in their document, the way of the published trainer; `overlap` and `nonoverlap`:
 those of the published strategy, which look at the sample's length alone. A sample with fewer than two blocks of
@@ -28,7 +37,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dllm.data.sample import Sample
-from megatron_dllm.modes import common
+from megatron_dllm.modes import common, guesses
+from megatron_dllm.modes.anchors import nonoverlap, overlap, prefixes, supervised
 from megatron_dllm.modes.base import Corrupted, LossTerm, ModelInput, Term
 from megatron_dllm.noise import Draws
 
@@ -37,9 +47,6 @@ FULL_WITHIN_DOCUMENT = False
 USES = {"dllm_block_size", "dllm_compat"}
 REQUIRED = {"dflash_target": "--dllm-mode dflash trains beside a frozen model: name it by --dflash-target DIR."}
 SAMPLINGS = ("supervised", "overlap", "nonoverlap")
-GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # by block size, as published; for others half of it, at least 2
-LOSSES = ("decay", "variable-prefix")
-PREFIX_BASE = 0.9  # as published
 ANCHORS, PREFIXES = "dflash anchors", "dflash prefixes"  # the random streams
 
 
@@ -78,19 +85,7 @@ def add_args(group) -> None:
         default="supervised",
         help="Distinct supervised tokens (default), or the published strategy's ways.",
     )
-    group.add_argument(
-        "--dflash-loss-decay",
-        type=float,
-        default=None,
-        metavar="GAMMA",
-        help="Later tokens of a block weigh exp(-(k - 1) / GAMMA); default 7, 5, 4 for blocks of 16, 10, 8, else half.",
-    )
-    group.add_argument(
-        "--dflash-loss",
-        choices=LOSSES,
-        default="decay",
-        help="All tokens after the anchor are guessed (default), or those after a prefix of a drawn length.",
-    )
+    guesses.add_args(group)
     group.add_argument(
         "--dflash-causal-block",
         action=argparse.BooleanOptionalAction,
@@ -123,10 +118,7 @@ def validate(args) -> None:
         least = 2 if flag == "eval-tokens" else 1  # the first comes with the prompt
         if value is not None and value < least:
             raise ValueError(f"--dflash-{flag} is {value}: give at least {least}.")
-    if args.dflash_loss_decay is None:
-        args.dflash_loss_decay = GAMMAS.get(K, max(2.0, K / 2))
-    if not args.dflash_loss_decay > 0:
-        raise ValueError(f"--dflash-loss-decay {args.dflash_loss_decay} is out of range: give a number above 0.")
+    guesses.validate(args)
     multiple = anchor_multiple(args)
     if args.dflash_num_anchors % multiple:
         raise ValueError(
@@ -207,56 +199,6 @@ def corrupt(sample: Sample, draws: Draws, args) -> Anchored:
     )
 
 
-def supervised(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Up to N distinct supervised tokens that K - 1 others of their document follow, in order. Draws: one uniform for
-    each place that a block of the sample can begin at."""
-    anchors_N, kept_N = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.bool)
-    places = len(sample) - K + 1
-    if places < 1:
-        return anchors_N, kept_N
-    valid = sample.loss_mask_S[:places] & (sample.document_S[:places] == sample.document_S[K - 1 :])
-    order = torch.rand(places, generator=g).masked_fill(~valid, 2.0).argsort(stable=True)
-    count = min(N, int(valid.sum()))
-    anchors_N[:count] = order[:count].sort().values
-    kept_N[:count] = True
-    return anchors_N, kept_N
-
-
-def overlap(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """N places from the second on, drawn independently; the first and the last half as often as others."""
-    length = len(sample)
-    last = max(length - K, 1)
-    anchors_N = (1 + (torch.rand(N, generator=g) * (last - 1)).round().long()).clamp(1, last)
-    return _published(sample, anchors_N, torch.ones(N, dtype=torch.bool), K)
-
-
-def nonoverlap(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks that do not overlap, as many as fit, with random gaps between them. (The published way draws one set for a
-    whole batch, which would make a sample's blocks depend on its neighbours; of a batch of one it is this.)"""
-    length = len(sample)
-    count = min(N, max(1, (length - 1) // K))
-    available = length - count * K
-    if available < 1:
-        starts = torch.arange(1, count + 1)
-    else:
-        gaps = torch.randperm(available, generator=g)[:count].sort().values
-        starts = gaps + K * torch.arange(len(gaps)) + 1
-    anchors_N = torch.cat([starts, starts[-1:].expand(N - len(starts))])
-    return _published(sample, anchors_N, torch.arange(N) < count, K)
-
-
-def _published(sample: Sample, anchors_N, kept_N, K: int):
-    length = len(sample)
-    return anchors_N.clamp(max=max(length - 1, 0)), kept_N & (length > K)
-
-
-def prefixes(N: int, K: int, g: torch.Generator) -> torch.Tensor:
-    """[N] int64, from min(2, K - 1) to K - 1."""
-    shortest = min(2, K - 1)
-    odds = PREFIX_BASE ** torch.arange(shortest, K, dtype=torch.float32)
-    return shortest + torch.multinomial(odds, N, replacement=True, generator=g)
-
-
 def layout(samples: list[Anchored], length: int, args) -> ModelInput:
     """[x_0 | blocks]: the target reads the first, the draft predicts the second. Fewer than N blocks where no sample of
     the micro-batch has so many."""
@@ -276,13 +218,18 @@ def layout(samples: list[Anchored], length: int, args) -> ModelInput:
     there_BNK = (place_BNK < length) & same_BNK & kept_BN[..., None]
     known_BNK = there_BNK & (torch.arange(K) < prefix_BN[..., None])
     scored_BNK = of_place(rows.loss_mask_BS) & there_BNK & ~known_BNK
-    weights_BNK = scored_BNK * decay(prefix_BN, K, args.dflash_loss_decay)
+    if args.dflash_loss == "dpace":  # weights come with the loss
+        weights_BNK, count = scored_BNK.float(), scored_BNK.any(-1).sum()
+    else:
+        weights_BNK = scored_BNK * guesses.decay(prefix_BN, K, args.dflash_loss_decay)
+        count = scored_BNK.sum() if args.dllm_compat else weights_BNK.double().sum()
     after = lambda x_BNK: torch.nn.functional.pad(x_BNK.flatten(1), (length, 0))
     term = Term(
         targets_BQ=after(tokens_BNK),
         weights_BQ=after(weights_BNK),
-        count=float(scored_BNK.sum() if args.dllm_compat else weights_BNK.double().sum()),
+        count=float(count),
         offsets_BQ=after(torch.arange(K, dtype=torch.int32).expand(place_BNK.shape)),
+        teacher_BQ=after(place_BNK - 1) if args.dflash_kl_weight else None,
     )
     return ModelInput(
         tokens_BQ=torch.cat([rows.tokens_BS, tokens_BNK.where(known_BNK, args.dllm_mask_token_id).flatten(1)], dim=1),
@@ -299,12 +246,6 @@ def layout(samples: list[Anchored], length: int, args) -> ModelInput:
     )
 
 
-def decay(prefix_BN: torch.Tensor, K: int, gamma: float) -> torch.Tensor:
-    """[B, N, K] float32: 0 for the l known tokens, then exp(-(k - l) / gamma)."""
-    guess_BNK = torch.arange(K) - prefix_BN[..., None]
-    return torch.exp(-guess_BNK.clamp(min=0).float() / gamma) * (guess_BNK >= 0)
-
-
 def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """See models/draft.py, whose rule also knows the variants."""
     from megatron_dllm.models import draft
@@ -313,27 +254,30 @@ def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def loss(score, args) -> list[LossTerm]:
-    return [LossTerm("dllm", score.weighted_nll("dllm"))]
+    rows, share = score.rows("dllm"), args.dflash_kl_weight
+    nll_N = score.row_nll("dllm", differentiable=share < 1)
+    weights_N = rows.weights_N
+    if args.dflash_loss == "dpace":
+        weights_N = guesses.dpace(nll_N, rows, score.batch_size, args.dllm_block_size, args.dflash_dpace_alpha)
+    text = LossTerm("dllm", weights_N @ nll_N, 1 - share)
+    if share == 0:
+        return [text]
+    temperature = args.dflash_kl_temperature
+    kl_N = score.row_kl("dllm", temperature)
+    return [text, LossTerm("kl", weights_N @ kl_N, share * temperature**2, of="dllm")]
 
 
 def measure(score, args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(sum, count) of this rank: tokens guessed right, in all and by their place, and how many tokens a block would
     give: its leading run of right ones, and one more."""
     right_N, rows = score.right["dllm"].float(), score.rows("dllm")
-    offsets_N, blocks_N = rows.offsets_N.long(), rows.rows_N
-    K = args.dllm_block_size
+    offsets_N, K = rows.offsets_N, args.dllm_block_size
     report = {"draft accuracy": (right_N.sum(), right_N.new_tensor(len(right_N)))}
     for k in range(1, K):
         here = (offsets_N == k).float()
         report[f"draft accuracy at {k}"] = ((right_N * here).sum(), here.sum())
-    # rows are numbered place · B + b: those of a block differ by their offset alone
-    first_N = blocks_N - offsets_N * score.batch_size
-    starts, block_N = first_N.unique(return_inverse=True)
-    run_MK = right_N.new_ones(len(starts), K)  # what is not scored does not end a run, and does not count
-    scored_MK = torch.zeros_like(run_MK)
-    run_MK[block_N, offsets_N] = right_N
-    scored_MK[block_N, offsets_N] = 1
-    length_M = (run_MK.cumprod(1) * scored_MK).sum(1) + 1
+    run_MK, _ = guesses.runs(right_N, rows, score.batch_size, K)
+    length_M = run_MK.sum(1) + 1
     report["accepted tokens a block"] = (length_M.sum(), length_M.new_tensor(len(length_M)))
     return report
 

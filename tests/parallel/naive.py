@@ -9,10 +9,13 @@ from tests.unit.canvas_cases import FILL, canvases
 F = torch.nn.functional
 
 
-def naive_loss(logits_BQV, rows, args) -> torch.Tensor:
-    """Loss of a global batch. rows: its corrupted samples, in order; logits of their layout, padding at the end."""
+def naive_loss(logits_BQV, rows, args, teacher_BSV=None) -> torch.Tensor:
+    """Loss of a global batch. rows: its corrupted samples, in order; logits of their layout, padding at the end;
+    teacher: logits of a draft's target, of the text."""
     modes = dict(mdlm=mdlm, bd3lm=bd3lm, hybrid=hybrid, idlm=idlm, scdd=scdd, dflash=dflash)
-    return (modes | dict(block_diffusion=block_diffusion))[args.dllm_mode](logits_BQV, rows, args)
+    modes |= dict(block_diffusion=block_diffusion)
+    more = (teacher_BSV,) if args.dllm_mode == "dflash" else ()
+    return modes[args.dllm_mode](logits_BQV, rows, args, *more)
 
 
 def naive_logits(model, batch, args) -> torch.Tensor:
@@ -111,20 +114,26 @@ def idlm(logits_BQV, rows, args):
     return divide(*next_token(noisy, rows, args)) + args.idlm_clean_loss_weight * divide(*next_token(clean, rows, args))
 
 
-def dflash(logits_BQV, rows, args):
+def dflash(logits_BQV, rows, args, teacher_BSV):
     K, total, count = args.dllm_block_size, 0.0, 0.0
-    for logits_QV, row in zip(logits_BQV, rows, strict=True):
+    for b, (logits_QV, row) in enumerate(zip(logits_BQV, rows, strict=True)):
         s = row.sample
         blocks = zip(row.anchors_N.tolist(), row.kept_N.tolist(), row.prefix_N.tolist(), strict=True)
         for block, (anchor, kept, known) in enumerate(blocks):
-            for k in range(known, K):
-                place = anchor + k
-                if not kept or place >= len(s) or not s.loss_mask_S[place]:
-                    continue
-                if s.document_S[place] == s.document_S[anchor]:
-                    weight = math.exp(-(k - known) / args.dflash_loss_decay)
-                    total = total + weight * F.cross_entropy(logits_QV[block * K + k], s.tokens_S[place])
-                    count += 1 if args.dllm_compat else weight
+            scored = [k for k in range(known, K) if kept and anchor + k < len(s) and s.loss_mask_S[anchor + k]]
+            scored = [k for k in scored if s.document_S[anchor + k] == s.document_S[anchor]]
+            nll = {k: F.cross_entropy(logits_QV[block * K + k], s.tokens_S[anchor + k]) for k in scored}
+            if args.dflash_loss == "dpace":
+                weights, count = dpace(nll, args.dflash_dpace_alpha), count + bool(scored)
+            else:
+                weights = {k: math.exp(-(k - known) / args.dflash_loss_decay) for k in scored}
+                count += len(scored) if args.dllm_compat else sum(weights.values())
+            for k in scored:
+                cost = nll[k]
+                if args.dflash_kl_weight:
+                    both = teacher_BSV[b, anchor + k - 1], logits_QV[block * K + k]
+                    cost = (1 - args.dflash_kl_weight) * cost + args.dflash_kl_weight * distilled(*both, args)
+                total = total + weights[k] * cost
     return total / max(1, count)
 
 
@@ -146,6 +155,21 @@ def block_diffusion(logits_BQV, rows, args):
             if s.document_S[i] == s.document_S[i + 1] >= 0:
                 ar, pairs = ar + F.cross_entropy(logits_QV[i], s.tokens_S[i + 1]), pairs + 1
     return divide(total, count) + args.encoder_ar_loss_weight * divide(ar, pairs)
+
+
+def dpace(nll: dict, alpha: float) -> dict[int, float]:
+    """The weight of each scored place of a block, from its cost."""
+    run, credit = 1.0, {}
+    for k in sorted(nll):
+        run *= (1 - alpha) * math.exp(-nll[k].item()) + alpha
+        credit[k] = run
+    return {j: sum(credit[m] for m in credit if m >= j) for j in credit}
+
+
+def distilled(teacher_V, logits_V, args):
+    """T² KL(p ‖ q)"""
+    T = args.dflash_kl_temperature
+    return T**2 * F.kl_div((logits_V / T).log_softmax(-1), (teacher_V / T).softmax(-1), reduction="sum")
 
 
 def scdd(logits_BQV, rows, args):

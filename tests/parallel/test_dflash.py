@@ -19,6 +19,11 @@ VARIANTS = {
     "variable prefix": "--dflash-loss variable-prefix",
     "automodel": "--dflash-anchor-sampling nonoverlap --dllm-compat automodel --dflash-loss-decay 2.5",
 }
+OBJECTIVES = {
+    "dpace": ("chat", "--dflash-loss dpace --dflash-dpace-alpha 0.3"),
+    "kl": ("text", "--dflash-kl-weight 1 --dflash-kl-temperature 2 --dflash-loss-decay inf --dflash-target-layers 0 2"),
+    "dpace and kl": ("text", "--dflash-loss dpace --dflash-kl-weight 0.4 --eval-iters 2 --eval-interval 1000"),
+}
 
 
 def write_text(folder) -> str:
@@ -37,7 +42,7 @@ def drafts(pool, hf_folder, tmp_path_factory):
     """drafts(target, data, *flags): the single process, and what is compared with it."""
     folder = tmp_path_factory.mktemp("data")
     data = dict(
-        chat=["--sft-data-path", write_words(folder)], text=["--data-path", write_text(folder), "--split", "100,0,0"]
+        chat=["--sft-data-path", write_words(folder)], text=["--data-path", write_text(folder), "--split", "80,20,0"]
     )
     made = {}
 
@@ -80,6 +85,23 @@ def test_packed_text(drafts, layout):
 @pytest.mark.parametrize("layout", ("TP2", "DP2"))
 def test_targets_with_experts(drafts, layout):
     drafts("llada2", "chat", HEADS).check(*LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ("TP2", "TP2 SP", "CP2 all_gather", "DP2"))
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objectives(drafts, objective, layout):
+    """The nll and the divergence are reported by name, what is trained as `loss`."""
+    kind, flags = OBJECTIVES[objective]
+    family = drafts("llama" if kind == "text" else "qwen3 tied", kind, flags)
+    reference = family.reference
+    assert close(reference["losses"][0], reference["naive_loss"], 1e-6)
+    assert reference["grad_error"] < 2e-6 and reference["grad_norms"][0] > 0.1
+    assert [sorted(e)[-2:] for e in reference["evaluations"]] == [["kl loss", "loss"]] * ("eval" in flags)
+    reports = family.check(*LAYOUTS[layout])[-1]["reports"]
+    for report, single in zip(reports, reference["reports"], strict=True):
+        assert ("kl loss" in report) == ("kl" in flags)
+        for name in report.keys() & {"dllm loss", "kl loss", "draft accuracy", "accepted tokens a block"}:
+            assert close(report[name], single[name])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.parallel.families import LAYOUTS, close
+from tests.parallel.pool import CaseFailed
 from tests.parallel.test_dflash_targets import HYBRID, TRANSFORMERS, command, refused  # noqa: F401 (a fixture)
 
 EXACT = ("losses", "grad_norms", "reports", "evaluations")
@@ -74,6 +75,12 @@ def test_packed_text_is_other_text_in_every_epoch(pool, command, cache):  # noqa
     folder, _ = cache(1, "qwen3", "text", TRANSFORMERS, "--bf16")
     argv = [*command("qwen3", "text", TRANSFORMERS, "--bf16"), "--dflash-features", folder, "--train-iters", "50"]
     assert re.search(r"is of \d+ samples, and this run reads 200: .* --num-samples 200", refused(pool, argv))
+
+
+def test_what_the_target_predicts_is_not_stored(pool, command, tmp_path):  # noqa: F811
+    flags = [*command("qwen3 tied", "chat"), "--dflash-kl-weight", "1", "--dflash-features", str(tmp_path / "here")]
+    with pytest.raises(CaseFailed, match="ValueError: .*which is not stored: leave it out"):
+        pool.run([], 1, function="tests.parallel.caching:write", flags=flags)
 
 
 def test_an_interrupted_writer_goes_on(pool, command, cache, tmp_path):  # noqa: F811

@@ -43,14 +43,14 @@ def started(pool, command, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("target", "kind", "layouts"),
+    ("target", "kind", "options", "layouts"),
     [
-        ("qwen3 tied", "chat", ("TP2", "TP2 SP", "DP2")),
-        ("qwen3", "text", ("CP2 all_gather",)),
+        ("qwen3 tied", "chat", "", ("TP2", "TP2 SP", "DP2")),
+        ("qwen3", "text", "--dflash-kl-weight 0.5 --dflash-target-layers 1 2", ("CP2 all_gather",)),
     ],
 )
-def test_both_backends_are_one(started, command, target, kind, layouts):
-    ours = started(target, kind)
+def test_both_backends_are_one(started, command, target, kind, options, layouts):
+    ours = started(target, kind, options)
     (single,) = ours.run(1, TRANSFORMERS, reference=ours.path)
     assert close(single["losses"], ours.reference["losses"]) and single["grad_error"] < 1e-5
     for layout in layouts:

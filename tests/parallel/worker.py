@@ -41,7 +41,7 @@ from megatron_dllm.data.stream import Collate, CorruptedSamples, Split
 from megatron_dllm.models import init as weights
 from megatron_dllm.models.dlm import ScoreView
 from megatron_dllm.modes import get_mode
-from megatron_dllm.modes.base import DOCUMENT
+from megatron_dllm.modes.base import CONTEXT, DOCUMENT, NUM_ATTRIBUTES, STREAM
 from megatron_dllm.parallel import rank_positions
 from megatron_dllm.training import install, pretrain
 from tests.parallel.naive import naive_logits, naive_loss
@@ -182,7 +182,8 @@ def naive_gradients(model, datasets) -> dict:
     samples = CorruptedSamples(datasets.train, args, Split.train)
     rows = [samples[i] for i in range(args.global_batch_size)]
     batch = Collate(args, 1, 0)(rows)
-    loss = naive_loss(naive_logits(model, batch, args), rows, args)
+    teacher = teacher_logits(model, batch) if getattr(args, "dflash_kl_weight", 0) else None
+    loss = naive_loss(naive_logits(model, batch, args), rows, args, teacher)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradients = torch.autograd.grad(loss, list(parameters.values()))
     names = [weights.global_name(model, name) for name in parameters]
@@ -190,6 +191,14 @@ def naive_gradients(model, datasets) -> dict:
     return dict(
         loss=loss.item(), gradients={n: true_rows(n, g.detach()) for n, g in zip(names, gradients, strict=True)}
     )
+
+
+@torch.no_grad()
+def teacher_logits(model, batch) -> torch.Tensor:
+    """[B, S, V] of a draft's target, which is a model of ours, for the whole text."""
+    S = int((batch.attributes_BQA[0, :, STREAM] == CONTEXT).sum())
+    text = batch.tokens_BQ[:, :S], batch.position_ids_BQ[:, :S], batch.attributes_BQA[:, :S, :NUM_ATTRIBUTES]
+    return model.target.model(*text)[..., : get_args().vocab_size]
 
 
 def run(case: dict, store) -> dict:

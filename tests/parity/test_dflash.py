@@ -23,6 +23,7 @@ VARIANTS = {
     "": "",
     "causal block, window": "--dflash-causal-block --dflash-window 5",
     "variable prefix": "--dflash-loss variable-prefix",
+    "distilled": "--dflash-loss variable-prefix --dflash-kl-weight 0.7 --dflash-kl-temperature 1.5",
 }
 
 
@@ -52,23 +53,24 @@ def packed(lengths: list[int], index: int = 0):
 
 
 def losses(model, samples: list, args, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Σ weight · nll, nll of every scored row) of a batch."""
+    """(Σ of the weighted terms, undivided; nll of every scored row) of a batch."""
     rank = shard(dflash.layout(samples, length, args), [c.sample.index for c in samples], 1, 0, False)
     kept = {}
 
     def loss(score):
-        (term,) = dflash.loss(score, args)
+        terms = dflash.loss(score, args)
         kept.update(score.nll)
-        return term.sum
+        return sum(term.weight * term.sum for term in terms)
 
     total = model(rank.tokens_BQ, rank.position_ids_BQ, rank.attributes_BQA, loss=loss, terms=rank.terms)
     return total, kept["dllm"]
 
 
 @torch.no_grad()
-def plain_nll(theirs, row: dflash.Anchored, args) -> dict[tuple[int, int], float]:
-    """{(block, place in it): nll}: each document alone through transformers, each block alone through the draft in
-    plain torch, with what comes before it and nothing else. Only the variants need a mask."""
+def plain_costs(theirs, row: dflash.Anchored, args) -> dict[tuple[int, int], tuple[float, float]]:
+    """{(block, place in it): (nll, KL from what the target predicts there)}: each document alone through transformers,
+    each block alone through the draft in plain torch, with what comes before it and nothing else. Only the variants
+    need a mask."""
     found, s, K, weights = {}, row.sample, BLOCK, tensors()
     for document in s.document_S.unique():
         start, ids = int((s.document_S == document).nonzero()[0]), s.tokens_S[s.document_S == document]
@@ -88,10 +90,14 @@ def plain_nll(theirs, row: dflash.Anchored, args) -> dict[tuple[int, int], float
             hidden = plain_draft.hidden_states(
                 weights, CONFIG, features[:, :a], theirs.get_input_embeddings()(inputs), places[None], seen[None]
             )
-            costs = -theirs.lm_head(hidden)[0].log_softmax(-1)
+            logits, T = theirs.lm_head(hidden)[0], args.dflash_kl_temperature or 1.0
+            p_log, q_log = ((x / T).log_softmax(-1) for x in (theirs.lm_head(states[-1])[0], logits))
+            costs = -logits.log_softmax(-1)
             for k in range(known, K):
                 if s.loss_mask_S[anchor + k]:
-                    found[block, k] = costs[k, ids[a + k]].item()
+                    before = p_log[a + k - 1]
+                    divergence = (before.exp() * (before - q_log[k])).sum().item()
+                    found[block, k] = costs[k, ids[a + k]].item(), divergence
     return found
 
 
@@ -103,8 +109,10 @@ def test_the_loss_is_that_of_blocks_one_by_one(folders, target, variant):
         total, nll = losses(model, rows, args, 20)
     expected, weighted = {}, 0.0
     for b, row in enumerate(rows):
-        for (block, k), cost in plain_nll(folders[target][1], row, args).items():
+        share, T = args.dflash_kl_weight, args.dflash_kl_temperature or 1.0
+        for (block, k), (cost, divergence) in plain_costs(folders[target][1], row, args).items():
             expected[block * BLOCK + k, b] = cost  # rows come by place, then by sample
+            cost = (1 - share) * cost + share * T**2 * divergence
             weighted += cost * float(torch.tensor(-(k - int(row.prefix_N[block])) / args.dflash_loss_decay).exp())
     wanted = torch.tensor([cost for _, cost in sorted(expected.items())])
     assert len(nll) == len(wanted) > 8

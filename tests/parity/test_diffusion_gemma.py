@@ -18,7 +18,11 @@ from megatron_dllm.modes.base import BLOCK, CLEAN, POSITION, STREAM
 from tests import gemma
 
 pytestmark = pytest.mark.usefixtures("parallel_state")
-HEADS = {"2, 1": dict(), "2, 2": dict(num_global_key_value_heads=2), "4, 4": dict(num_key_value_heads=4, num_global_key_value_heads=4)}
+HEADS = {
+    "2, 1": dict(),
+    "2, 2": dict(num_global_key_value_heads=2),
+    "4, 4": dict(num_key_value_heads=4, num_global_key_value_heads=4),
+}
 
 
 def ours(path: str, dtype=torch.float64, rule=gemma.rule, **changes) -> DiffusionGemma:
@@ -176,12 +180,14 @@ class EqualExperts(gemma_layers.GemmaRouter):
         return probabilities / self.per_expert_scale, chosen
 
 
-def by_position(query_percent):
-    """Rotary exponents as fractions of the rotated part, as --rotary-percent has them."""
-    return lambda self, base, percent, scaling: (
-        torch.cat([dlm.frequencies(8, base)[0], torch.nn.functional.pad(dlm.frequencies(16, 1e6, query_percent)[0], (0, 6))]),
-        1.0,
-    )
+def of_the_rotated_part(self, base, percent, scaling):
+    """Rotary exponents as --rotary-percent has them."""
+    full, _ = dlm.frequencies(16, 1e6, 0.25)
+    return torch.cat([dlm.frequencies(8, base)[0], F.pad(full, (0, 8 - len(full)))]), 1.0
+
+
+def unnormed_values(x, eps):
+    return x if x.dim() == 4 else F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
 MUTATIONS = {
@@ -193,9 +199,9 @@ MUTATIONS = {
     "experts chosen by what they compute on": (gemma_layers, "GemmaExperts", NormedRouting, "both"),
     "no 1/sqrt(D) in the router": (gemma_layers, "GemmaRouter", UnscaledRouting, "both"),
     "no factor of an expert": (gemma_layers, "GemmaRouter", EqualExperts, "both"),
-    "exponents of the rotated part": (DiffusionGemma, "rotary_frequencies", by_position(0.25), "both"),
+    "exponents of the rotated part": (DiffusionGemma, "rotary_frequencies", of_the_rotated_part, "both"),
     "the exact gelu": (gemma_layers, "gelu_tanh", F.gelu, "both"),
-    "no norm of values": (gemma_layers, "rms", lambda x, eps: x if x.dim() == 4 else F.rms_norm(x, x.shape[-1:], eps=eps), "both"),
+    "no norm of values": (gemma_layers, "rms", unnormed_values, "both"),
     "no norm of an unconditioned canvas": (gemma_module, "rms", lambda x, eps: x, "canvas"),
 }
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import torch
 
 from megatron_dllm.data.sample import Sample
-from megatron_dllm.models.head import WeightedNLL
+from megatron_dllm.models.distillation import RowKL
+from megatron_dllm.models.head import RowNLL, WeightedNLL
 from megatron_dllm.models.reductions import WeightedLoss
 from megatron_dllm.modes import bd3lm, hybrid, idlm
 from tests.one_process import OneRank
@@ -73,7 +74,11 @@ class GivenLogits:
     def select_rows(self, hidden_QBD, rows_N):
         return hidden_QBD.flatten(0, 1)[rows_N]
 
-    def output_layer(self, hidden_ND, weight, weights_N, vocab, targets_N=None, loss=None):
+    def output_layer(self, hidden_ND, weight, vocab, weights_N=None, targets_N=None, loss=None, teacher=None):
+        if teacher is not None:
+            return RowKL.apply(hidden_ND, self.weight, *teacher, OneRank(), vocab, 3)
+        if weights_N is None:
+            return RowNLL.apply(hidden_ND, self.weight, targets_N, OneRank(), vocab, 3)
         if loss is None:
             return WeightedNLL.apply(hidden_ND, self.weight, targets_N, weights_N, OneRank(), vocab, 3)
         return WeightedLoss.apply(hidden_ND, self.weight, weights_N, OneRank(), vocab, *loss)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dllm.data.sample import Sample
-from megatron_dllm.modes import dflash
+from megatron_dllm.modes import dflash, guesses
 from megatron_dllm.modes.base import POSITION
 from megatron_dllm.noise import Draws
 from tests.unit.block_cases import MASK, make_sample
@@ -87,11 +87,11 @@ def test_prefixes():
         (seed, index, loss): dflash.corrupt(
             make_sample([0] * 90, index=index), Draws(seed, index), flags(dflash_loss=loss)
         )
-        for seed, index, loss in itertools.product((1, 2), (5, 6), dflash.LOSSES)
+        for seed, index, loss in itertools.product((1, 2), (5, 6), guesses.LOSSES)
     }
     assert all(torch.equal(c.anchors_N, found[seed, i, "decay"].anchors_N) for (seed, i, _), c in found.items())
-    assert all((c.prefix_N == 1).all() for (*_, loss), c in found.items() if loss == "decay")
-    assert len({tuple(c.prefix_N.tolist()) for (*_, loss), c in found.items() if loss != "decay"}) == 4
+    assert all((c.prefix_N == 1).all() for (*_, loss), c in found.items() if loss != "variable-prefix")
+    assert len({tuple(c.prefix_N.tolist()) for (*_, loss), c in found.items() if loss == "variable-prefix"}) == 4
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def block_rows(batch, length: int, b: int, blocks: int, K: int) -> list[torch.Te
     N=SAMPLES["N"],
     extra=st.integers(0, 3),
     way=st.sampled_from(dflash.SAMPLINGS),
-    loss=st.sampled_from(dflash.LOSSES),
+    loss=st.sampled_from(guesses.LOSSES),
 )
 def test_layout_block_by_block(pairs, K, N, extra, way, loss):
     """Element by element, and the same in every batch."""
@@ -122,7 +122,7 @@ def test_layout_block_by_block(pairs, K, N, extra, way, loss):
     batch = dflash.layout(found, length, args)
     term, n = batch.terms["dllm"], batch.drafted // K
     assert batch.tokens_BQ.shape[1] == length + n * K and 1 <= n <= N and batch.streams == 1
-    total, count = 0.0, 0
+    total, count, blocks = 0.0, 0, set()
     for b, (s, c) in enumerate(zip(samples, found, strict=True)):
         assert batch.tokens_BQ[b, : len(s)].tolist() == s.tokens_S.tolist()
         assert not term.weights_BQ[b, :length].any()
@@ -136,16 +136,20 @@ def test_layout_block_by_block(pairs, K, N, extra, way, loss):
             position = int(s.position_S[anchor]) + k if len(s) else k
             assert batch.position_ids_BQ[b, row] == batch.attributes_BQA[b, row, POSITION] == position
             counts = there and k >= prefix and bool(s.loss_mask_S[place])
-            weight = torch.tensor(-(k - prefix) / args.dflash_loss_decay).exp() if counts else 0.0
+            weight = torch.tensor(0.0 if loss == "dpace" else -(k - prefix) / args.dflash_loss_decay).exp() * counts
             assert term.weights_BQ[b, row] == pytest.approx(float(weight), rel=1e-6)
             if counts:
                 assert term.targets_BQ[b, row] == s.tokens_S[place] and term.offsets_BQ[b, row] == k
-                total, count = total + float(weight), count + 1
+                total, count, blocks = total + float(weight), count + 1, blocks | {(b, block)}
         alone = dflash.layout([c], length, args)
         own = alone.drafted // K
         pairs_of = zip(block_rows(alone, length, 0, own, K), block_rows(batch, length, b, own, K), strict=True)
         assert all(torch.equal(x, y) for x, y in pairs_of)
-    assert term.count == pytest.approx(total, rel=1e-6) and batch.tokens["noised"] == count
+    assert batch.tokens["noised"] == count
+    if loss == "dpace":
+        assert term.count == len(blocks)
+        return
+    assert term.count == pytest.approx(total, rel=1e-6)
     args.dllm_compat = "automodel"
     assert dflash.layout(found, length, args).terms["dllm"].count == count
 
@@ -161,7 +165,7 @@ def test_a_block_that_does_not_count_sees_itself_alone():
 
 def test_first_guess_weighs_one():
     """The anchor has no weight, and the token after it the largest; divided by the sum of weights."""
-    first, second = dflash.decay(torch.tensor([[1, 2]]), 4, 7.0)[0].tolist()
+    first, second = guesses.decay(torch.tensor([[1, 2]]), 4, 7.0)[0].tolist()
     assert first == pytest.approx([0, 1, 0.866878, 0.751477], rel=1e-5)
     assert second == pytest.approx([0, 0, 1, 0.866878], rel=1e-5)
     sample = anchored(make_sample([0] * 8), [2])

@@ -3,6 +3,8 @@
 Shapes: S tokens of the context (this rank's under context parallelism), F features (chosen layers times width).
 """
 
+from argparse import Namespace
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -20,6 +22,7 @@ class Target:
 
     model: torch.nn.Module
     decodes = True
+    _last_SBD: torch.Tensor | None = None
 
     def features(
         self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor
@@ -27,6 +30,12 @@ class Target:
         """[S, B, F] hidden states of the layers side by side, of this rank's part of the sequence (attributes: of all
         of it, like a DiffusionLM's)."""
         raise NotImplementedError
+
+    def last(self) -> torch.Tensor:
+        """[S, B, D] what the head reads (after the final norm), of the pass that `features` has just made, of this
+        rank's part; once, and of targets that were built to keep it (`keeps_last`)."""
+        last_SBD, self._last_SBD = self._last_SBD, None
+        return last_SBD
 
     @torch.no_grad()
     def embed(self, tokens_BQ: torch.Tensor) -> torch.Tensor:
@@ -37,6 +46,11 @@ class Target:
         """Embedding and head, [V, D] each without padding; no head if it is the embedding. Collective over
         tensor-parallel ranks."""
         raise NotImplementedError
+
+
+def keeps_last(args: Namespace) -> bool:
+    """Whether a run distils: then it needs the target's own predictions."""
+    return bool(getattr(args, "dflash_kl_weight", 0))  # drafts of before there was a choice have none
 
 
 class Ends(torch.nn.Module):
@@ -115,6 +129,18 @@ def _own_rows(head_VD: torch.Tensor, padded: int, group) -> torch.Tensor:
     given = head_VD[start : start + size]
     mine[: len(given)] = given
     return mine
+
+
+def whole_text(mine_SBD: torch.Tensor, group) -> torch.Tensor:
+    """[S, B, D] of all places in order, from ranks that hold zigzag parts. (All of it, not what a rank asks for: blocks
+    overlap, and their places are often more than the text has.)"""
+    if group.size() == 1:
+        return mine_SBD
+    length = len(mine_SBD) * group.size()
+    parts = mine_SBD.new_empty(length, *mine_SBD.shape[1:])
+    torch.distributed.all_gather_into_tensor(parts, mine_SBD.contiguous(), group=group)
+    order = torch.cat([rank_positions(length, 1, group.size(), rank) for rank in range(group.size())])
+    return parts[order.argsort().to(parts.device)]
 
 
 class Whole:

@@ -38,6 +38,10 @@ def check(args: Namespace) -> None:
     """ValueError (one sentence) for a command whose features are not written."""
     if args.dllm_mode != "dflash":
         raise ValueError(f"--dllm-mode {args.dllm_mode} reads no features of a target: use --dllm-mode dflash.")
+    if args.dflash_kl_weight:
+        raise ValueError(
+            "a run with --dflash-kl-weight needs what the target predicts, which is not stored: leave it out."
+        )
     if args.context_parallel_size > 1:
         raise ValueError(
             "a context-parallel rank computes a part of each sample: leave out --context-parallel-size here; what is "

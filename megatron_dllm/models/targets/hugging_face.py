@@ -16,7 +16,7 @@ from argparse import Namespace
 import torch
 from megatron.training.arguments import core_transformer_config_from_args
 
-from megatron_dllm.models.targets.base import Ends, Target, Whole, all_rows
+from megatron_dllm.models.targets.base import Ends, Target, Whole, all_rows, keeps_last
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATELESS = _ATTENTION | {"mlp", "moe", "dense", "sparse"}  # kinds of layers that remember nothing but keys and values
@@ -141,7 +141,7 @@ def build(args: Namespace, path: str, pg_collection=None) -> "TransformersTarget
             f"the head of {path} has a bias, which the draft's cross entropy does not add: drafts cannot be trained "
             "for it."
         )
-    target = TransformersTarget(model, args.dflash_target_layers, packs(args))
+    target = TransformersTarget(model, args.dflash_target_layers, packs(args), keeps_last(args))
     _try(target, model, path)
     table = embedding.weight
     if type(embedding) is not torch.nn.Embedding:  # one that scales what it looks up
@@ -155,7 +155,7 @@ def build(args: Namespace, path: str, pg_collection=None) -> "TransformersTarget
 
 class TransformersTarget(Target):
     """model: of a transformers class for causal language models, of which only what makes hidden states is kept (its
-    ends become `self.model`); layers: as in a MegatronTarget.
+    ends become `self.model`); layers, keeps_last: as in a MegatronTarget.
 
     packed: whether a sequence may hold several documents, which are then kept apart by a mask and positions that begin
     anew; otherwise the class is left to be causal by itself, and padding, which comes last, is seen by nothing.
@@ -163,13 +163,13 @@ class TransformersTarget(Target):
 
     decodes = False
 
-    def __init__(self, model: torch.nn.Module, layers: list[int], packed: bool):
+    def __init__(self, model: torch.nn.Module, layers: list[int], packed: bool, keeps_last: bool = False):
         self._body, self._chosen, self._packed = _body(model), layers, packed
         self._outputs: dict[int, torch.Tensor] = {}
         stack = _layers(self._body)
         for place in set(layers) - {len(stack) - 1}:
             stack[place].register_forward_hook(self._note(place))
-        self._last = len(stack) - 1
+        self._final, self._keeps_last = len(stack) - 1, keeps_last
 
     def _note(self, place: int):
         def hook(module, arguments, output):
@@ -181,7 +181,10 @@ class TransformersTarget(Target):
         self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor
     ) -> torch.Tensor:
         whole = Whole(tokens_BS, attributes_BSA, self.model.pg_collection.cp)
-        return whole.own(self.run(whole.tokens_BS, whole.position_ids_BS, whole.document_BS))
+        features_SBF = whole.own(self.run(whole.tokens_BS, whole.position_ids_BS, whole.document_BS))
+        if self._keeps_last:
+            self._last_SBD = whole.own(self._last_SBD)
+        return features_SBF
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         ends = self.model
@@ -195,7 +198,8 @@ class TransformersTarget(Target):
         if self._packed:
             options = dict(attention_mask=_apart(document_BS, self._dtype), position_ids=position_ids_BS)
         out = self._body(input_ids=tokens_BS, use_cache=False, return_dict=True, **options)
-        self._outputs[self._last] = out.last_hidden_state
+        self._outputs[self._final] = out.last_hidden_state
+        self._last_SBD = out.last_hidden_state.transpose(0, 1) if self._keeps_last else None
         features_BSF = torch.cat([self._outputs[place] for place in self._chosen], dim=-1)
         self._outputs.clear()
         return features_BSF.transpose(0, 1).contiguous()

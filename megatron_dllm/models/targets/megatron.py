@@ -8,7 +8,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_dllm.models.dlm import DiffusionLM
 from megatron_dllm.models.family import PLAIN
-from megatron_dllm.models.targets.base import Target, all_rows
+from megatron_dllm.models.targets.base import Target, all_rows, keeps_last
 from megatron_dllm.modes.base import DOCUMENT, POSITION
 
 # What the target has of its own; everything else about how it is computed is the run's.
@@ -55,19 +55,19 @@ def build(args: Namespace, described, pg_collection=None) -> "MegatronTarget":
         load_into(model, Source(described.folder, get_family(described.args.dllm_family), own), args.seed)
     else:
         read_weights(model, described.checkpoint)
-    return MegatronTarget(model.to(config.params_dtype).cuda(), args.dflash_target_layers)
+    return MegatronTarget(model.to(config.params_dtype).cuda(), args.dflash_target_layers, keeps_last(args))
 
 
 class MegatronTarget(Target):
-    """layers: whose outputs `features` returns, counted from 0, in this order."""
+    """layers: whose outputs `features` returns, counted from 0, in this order; keeps_last: whether there is `last`."""
 
-    def __init__(self, model: DiffusionLM, layers: list[int]):
+    def __init__(self, model: DiffusionLM, layers: list[int], keeps_last: bool = False):
         self.model, self._layers = model.eval().requires_grad_(False), layers
         self._outputs: dict[int, torch.Tensor] = {}
-        for place in set(layers):
-            last = place == len(model.decoder.layers) - 1
+        self._final, self._keeps_last = len(model.decoder.layers) - 1, keeps_last
+        for place in {*layers, self._final} if keeps_last else set(layers):
             # after the last one comes the final norm, as in transformers' hidden_states, which drafts are trained on
-            module = model.decoder.final_layernorm if last else model.decoder.layers[place]
+            module = model.decoder.final_layernorm if place == self._final else model.decoder.layers[place]
             module.register_forward_hook(self._note(place))
 
     def _note(self, place: int):
@@ -86,6 +86,7 @@ class MegatronTarget(Target):
     def taken(self) -> torch.Tensor:
         """[S, B, F] of the pass that has just been made; once."""
         features_SBF = torch.cat([self._outputs[place] for place in self._layers], dim=-1)
+        self._last_SBD = self._outputs[self._final] if self._keeps_last else None
         self._outputs.clear()
         return features_SBF
 
