@@ -267,6 +267,7 @@ def layout(samples: list[Canvases], length: int, args) -> ModelInput:
         attributes_BQA=attributes_BQA,
         terms=terms,
         drafted=D,
+        noised_BD=canvases["noised"],
         self_conditioned_B=coins_B if args.block_diffusion_self_conditioning else None,
         tokens={
             "supervised": float(scored_BD.sum()),
