@@ -387,6 +387,7 @@ def test_context_parallel_ranks_cover_text_and_canvases():
         (dict(dllm_block_size=0), "--dllm-block-size 0"),
         (dict(dllm_block_size=300), "give at most 256"),
         (dict(dllm_eps=0.0), "--dllm-eps"),
+        (dict(block_diffusion_canvases=65), "no text has more blocks than tokens"),
         (dict(dllm_pad_block_size=4), "only a turn's last canvas"),
         (dict(dllm_eos_token_id=None), "--no-block-diffusion-eos-fill"),
         (dict(encoder_ar_loss_weight=-1.0), "--encoder-ar-loss-weight"),
