@@ -165,6 +165,8 @@ def _check_mode_flags(mode: str, given: set[str]) -> None:
     for name in MODES:
         for dest in sorted((_private_flags(name) - _private_flags(mode)) & given):
             raise ValueError(f"{flag(dest)} belongs to --dllm-mode {name}, not {mode}: remove it.")
+    if "dllm_mask_token_id" in given and not MODES[mode].NEEDS_MASK_TOKEN:
+        raise ValueError(f"--dllm-mask-token-id has no effect on --dllm-mode {mode}, which has no mask: remove it.")
     shared = set().union(*(module.USES for module in MODES.values()))
     for dest in sorted((shared - MODES[mode].USES) & given):
         users = ", ".join(name for name, module in MODES.items() if dest in module.USES)

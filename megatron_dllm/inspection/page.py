@@ -46,18 +46,26 @@ def render(inspector: Inspector, found: list[Inspection], places: range) -> str:
         body.append(f"<h2>{escape(title(inspector, seen))}</h2>\n<dl>")
         body += [f"<dt>{escape(label)}</dt><dd>{escape(said)}</dd>" for label, said in summary(inspector, seen)]
         body.append("</dl>")
-        for stream, name in enumerate(seen.streams):
-            body.append(f"<h3>{escape(name)} as text</h3>")
-            if stream and not seen.changed_Q[seen.rows(stream)].any():
-                body.append("<p>the data, unchanged</p>")
-                continue
-            for segment in segments(inspector, seen, stream):
-                body.append(f'{escape(segment.title)}<div class="text">{_flow(segment.spans)}</div>')
-        body.append(f"<h3>{interval(shown)} of {len(seen)}</h3>")
-        body.append(f'<div class="scroll">{_table(table(inspector, seen, shown), seen, shown)}</div>')
+        body += _places(inspector, seen, shown)
+        if seen.beside is not None:
+            body += _places(inspector, seen.beside, seen.beside.clip(0, len(places)))
         if pictured := shown[:PICTURED]:
             body.append(f"<h3>who sees whom, {interval(pictured)}</h3>\n{_picture(inspector, seen, pictured)}")
     return html_page("Samples", _STYLE, "\n".join(body))
+
+
+def _places(inspector: Inspector, seen: Inspection, shown: range) -> list[str]:
+    """The whole of the streams as text, and some places of them as a table."""
+    body = []
+    for stream, name in enumerate(seen.streams):
+        body.append(f"<h3>{escape(name)} as text</h3>")
+        if stream and not seen.changed_Q[seen.rows(stream)].any():
+            body.append("<p>the data, unchanged</p>")
+            continue
+        for segment in segments(inspector, seen, stream):
+            body.append(f'{escape(segment.title)}<div class="text">{_flow(segment.spans)}</div>')
+    body.append(f"<h3>{interval(shown)} of {len(seen)}</h3>")
+    return [*body, f'<div class="scroll">{_table(table(inspector, seen, shown), seen, shown)}</div>']
 
 
 def _flow(spans: list[tuple[str, str]]) -> str:
@@ -90,37 +98,41 @@ def _table(columns: list[Column], seen: Inspection, places: range) -> str:
 def _picture(inspector: Inspector, seen: Inspection, places: range) -> str:
     """A row a query, dark where it sees a key; a title on each says which, and how many keys of all it sees."""
     rows_N, allowed_NN, sees_N = seen.picture(places)
-    S, N, borders = len(seen), len(rows_N), seen.borders()
+    N, parts = len(rows_N), seen.parts()
+    borders = [of.borders() for _, of in parts]
     left, top, size = 150, 20, N * _CELL
-    parts = []
+    pieces = []
+    begun = set()
     for n, row in enumerate(rows_N.tolist()):
-        name, place = seen.streams[row // S], row % S
+        part, place = seen.locate(row)
+        name, of = parts[part]
         token = visible_text(inspector.token(seen.tokens_Q[row].item())[0])
         label, y = escape(f"{name} {place} {token[:12]}"), top + n * _CELL
-        parts.append(f'<g class="query"><title>{label} sees {sees_N[n]} keys</title>')
-        parts.append(
+        pieces.append(f'<g class="query"><title>{label} sees {sees_N[n]} keys</title>')
+        pieces.append(
             f'<text x="{left - 4}" y="{y + _CELL - 1}" text-anchor="end" font-size="{_CELL - 1}">{label}</text>'
         )
         for a, b in _runs(allowed_NN[n].tolist()):
             box = f'x="{left + a * _CELL}" y="{y}" width="{(b - a) * _CELL}" height="{_CELL}"'
-            parts.append(f'<rect {box} fill="#37c"/>')
-        parts.append("</g>")
-        if n == 0 or row // S != rows_N[n - 1] // S:
-            parts.append(f'<text x="{left + n * _CELL}" y="{top - 5}">{escape(name)}</text>')
+            pieces.append(f'<rect {box} fill="#37c"/>')
+        pieces.append("</g>")
+        if part not in begun:
+            begun.add(part)
+            pieces.append(f'<text x="{left + n * _CELL}" y="{top - 5}">{escape(name)}</text>')
             stroke = ("#000", 2)
-        elif borders.get(place) == "document":
+        elif borders[part].get(place) == "document":
             stroke = ("#000", 1)
-        elif borders.get(place) == "block" and draws_blocks(seen):
+        elif borders[part].get(place) == "block" and draws_blocks(of):
             stroke = ("#999", 1)
         else:
             continue
         at = n * _CELL
         for x1, y1, x2, y2 in ((at, 0, at, size), (0, at, size, at)):
             ends = f'x1="{left + x1}" y1="{top + y1}" x2="{left + x2}" y2="{top + y2}"'
-            parts.append(f'<line {ends} stroke="{stroke[0]}" stroke-width="{stroke[1]}"/>')
+            pieces.append(f'<line {ends} stroke="{stroke[0]}" stroke-width="{stroke[1]}"/>')
     frame = f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" stroke="#000"/>'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + size + 4}" height="{top + size + 4}">'
-    return f'<div class="scroll">{opening}\n' + "\n".join(parts) + f"\n{frame}</svg></div>"
+    return f'<div class="scroll">{opening}\n' + "\n".join(pieces) + f"\n{frame}</svg></div>"
 
 
 def _runs(cells: list[bool]) -> list[tuple[int, int]]:

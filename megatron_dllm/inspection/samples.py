@@ -3,13 +3,14 @@
 All of it comes from the path that training takes: build_datasets, CorruptedSamples, Collate.layout (a micro-batch
 before context parallelism slices it) and the mode's `visible`. Nothing here knows a mode by name.
 
-Shapes: S places of a sample padded as in its micro-batch, Q = streams · S, A attributes, N rows of a picture.
+Shapes: S places of a sample padded as in its micro-batch, D places of blocks beside it, Q = streams · S + D, A
+attributes, N rows of a picture.
 """
 
 import contextlib
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,11 +18,23 @@ from megatron.core.datasets.utils import Split
 
 from megatron_dllm import data
 from megatron_dllm.data.datasets import build_datasets
-from megatron_dllm.data.sample import PADDING_DOCUMENT
+from megatron_dllm.data.sample import PADDING_DOCUMENT, Sample
 from megatron_dllm.data.stream import Collate, CorruptedSamples
 from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.modes import get_mode
-from megatron_dllm.modes.base import BLOCK, CLEAN, COMPLEMENT, CONTEXT, DOCUMENT, NOISY, STREAM, Corrupted, Rule, Term
+from megatron_dllm.modes.base import (
+    BLOCK,
+    CLEAN,
+    COMPLEMENT,
+    CONTEXT,
+    DOCUMENT,
+    NOISY,
+    STREAM,
+    Corrupted,
+    ModelInput,
+    Rule,
+    Term,
+)
 
 STREAM_NAMES = {NOISY: "x_t", CLEAN: "x_0", CONTEXT: "context", COMPLEMENT: "complement"}
 PADDING_SHOWN = 2  # places of it
@@ -58,6 +71,8 @@ class Inspection:
     data_S        clean ids, then the padding of the micro-batch
     changed_Q     True where noise has been, also where it drew the token that was there already
     visible       the mode's rule
+    beside        blocks that stand beside the text, as a sample of their own (Q = S = D; their places in the model's
+                  input follow the streams'), or None
     """
 
     index: int
@@ -72,6 +87,7 @@ class Inspection:
     attributes_QA: torch.Tensor
     terms: dict[str, Scored]
     visible: Rule
+    beside: "Inspection | None" = None
 
     def __len__(self) -> int:
         """S."""
@@ -101,12 +117,25 @@ class Inspection:
         begins = lambda column: (attributes[1:, column] != attributes[:-1, column]).nonzero()[:, 0] + 1
         return dict.fromkeys(begins(BLOCK).tolist(), "block") | dict.fromkeys(begins(DOCUMENT).tolist(), "document")
 
+    def parts(self) -> list[tuple[str, "Inspection"]]:
+        """The streams, and what stands beside them: (name, whose places they have)."""
+        found = [(name, self) for name in self.streams]
+        return found if self.beside is None else [*found, (self.beside.streams[0], self.beside)]
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """(part, place there) of a place in Q."""
+        part = min(row // len(self), len(self.streams))
+        return part, row - part * len(self)
+
     def picture(self, places: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The attention rule between these places of all streams: (rows_N, allowed_NN, sees_N).
+        """The attention rule between these places of the streams and as many beside: (rows_N, allowed_NN, sees_N).
 
         rows_N: places in Q; allowed[q, k]: query row q sees key k; sees_N: how many of all Q keys a row sees.
         """
-        rows_N = torch.arange(len(self.tokens_Q)).view(-1, len(self))[:, places.start : places.stop].flatten()
+        shown = [self.clip(places.start, places.stop)] * len(self.streams)
+        if self.beside is not None:
+            shown.append(self.beside.clip(0, len(places)))
+        rows_N = torch.cat([torch.tensor(places) + part * len(self) for part, places in enumerate(shown)]).long()
         allowed_NQ = self.visible(self.attributes_QA[rows_N][:, None], self.attributes_QA[None])
         return rows_N, allowed_NQ[:, rows_N], allowed_NQ.sum(1)
 
@@ -142,16 +171,26 @@ class Inspector:
             data_tokens = len(self.samples.samples.sample(rows[b].sample.index))
         batch, mode, c = self.collate.layout(rows), get_mode(self.args.dllm_mode), rows[b]
         tokens_Q, attributes_QA = batch.tokens_BQ[b], batch.attributes_BQA[b]
-        S = len(tokens_Q) // batch.streams
+        D = batch.drafted
+        S = (len(tokens_Q) - D) // batch.streams
         data_S = torch.full((S,), self.args.dllm_pad_token_id)
         data_S[: len(c.sample)] = c.sample.tokens_S
-        changed_Q, names = tokens_Q != data_S.repeat(batch.streams), []
-        for changed_S, kinds_S in zip(changed_Q.view(-1, S), attributes_QA[:, STREAM].view(-1, S), strict=True):
-            kinds = kinds_S.unique().tolist()
-            names.append(" and ".join(STREAM_NAMES.get(kind, f"stream {kind}") for kind in kinds))
+        text_Q, beside = data_S.repeat(batch.streams), None
+        data_Q = torch.cat([text_Q, _drafted_data(batch, b)])
+        changed_Q, names = tokens_Q != data_Q, []
+        for stream in range(batch.streams):
+            rows = slice(stream * S, (stream + 1) * S)
+            kinds = attributes_QA[rows, STREAM].unique().tolist()
+            names.append(_name(kinds))
             if kinds == [NOISY]:
-                changed_S[: len(c.sample)] |= c.noised_S
+                changed_Q[rows][: len(c.sample)] |= c.noised_S
         alone = mode.layout([c], S, self.args).terms
+        part_Q = torch.cat([torch.arange(batch.streams).repeat_interleave(S), torch.full((D,), batch.streams)])
+        terms = {name: _scored(term, b, alone[name].count, data_Q, part_Q) for name, term in batch.terms.items()}
+        if D:
+            if batch.noised_BD is not None:
+                changed_Q[-D:] |= batch.noised_BD[b]
+            beside = self._beside(index, indices, batch, b, changed_Q[-D:], terms)
         return Inspection(
             index=index,
             corrupted=c,
@@ -163,8 +202,41 @@ class Inspector:
             changed_Q=changed_Q,
             position_ids_Q=batch.position_ids_BQ[b],
             attributes_QA=attributes_QA,
-            terms={name: _scored(term, b, alone[name].count, data_S) for name, term in batch.terms.items()},
+            terms=terms,
             visible=mode.visible,
+            beside=beside,
+        )
+
+    def _beside(self, index, indices, batch: ModelInput, b: int, changed_D, terms) -> Inspection:
+        """The drafted blocks of row b, as a sample whose data are their own clean tokens."""
+        D, data_D = batch.drafted, _drafted_data(batch, b)
+        attributes_DA = batch.attributes_BQA[b, -D:]
+        own = {name: _last(term, D) for name, term in terms.items() if (term.weights_Q[-D:] != 0).any()}
+        first = next(iter(own.values()), None)
+        known = lambda values_D: torch.zeros(D) if values_D is None else values_D
+        scored_D = first.weights_Q != 0 if first else torch.zeros(D, dtype=torch.bool)
+        positions_D, documents_D = batch.position_ids_BQ[b, -D:], attributes_DA[:, DOCUMENT]
+        return Inspection(
+            index=index,
+            corrupted=Corrupted(
+                sample=Sample(data_D, scored_D, documents_D, positions_D, index),
+                x_t_S=batch.tokens_BQ[b, -D:],
+                noised_S=changed_D,
+                weight_S=scored_D.float(),
+                level_S=known(first and first.levels_Q),
+                block_S=attributes_DA[:, BLOCK],
+                offset_S=known(first and first.offsets_Q).int(),
+            ),
+            data_tokens=int(scored_D.sum()),
+            batch=indices,
+            streams=[_name(attributes_DA[:, STREAM].unique().tolist())],
+            data_S=data_D,
+            tokens_Q=batch.tokens_BQ[b, -D:],
+            changed_Q=changed_D,
+            position_ids_Q=positions_D,
+            attributes_QA=attributes_DA,
+            terms=own,
+            visible=get_mode(self.args.dllm_mode).visible,
         )
 
     def token(self, id: int) -> tuple[str, bool]:
@@ -191,15 +263,31 @@ class Inspector:
         self.notes += [str(w.message) for w in caught if Path(w.filename).is_relative_to(_DATA)]
 
 
-def _scored(term: Term, b: int, count: float, data_S: torch.Tensor) -> Scored:
+def _name(kinds: list[int]) -> str:
+    return " and ".join(STREAM_NAMES.get(kind, f"stream {kind}") for kind in kinds)
+
+
+def _drafted_data(batch: ModelInput, b: int) -> torch.Tensor:
+    """Clean ids of row b's drafted blocks: what the first term, which scores them in their place, has as targets."""
+    first = next(iter(batch.terms.values()))
+    return first.targets_BQ[b, len(batch.tokens_BQ[b]) - batch.drafted :]
+
+
+def _last(term: Scored, D: int) -> Scored:
+    """Its last D places."""
+    cut = {name: value[-D:] for name, value in vars(term).items() if isinstance(value, torch.Tensor)}
+    return replace(term, **cut)
+
+
+def _scored(term: Term, b: int, count: float, data_Q: torch.Tensor, part_Q: torch.Tensor) -> Scored:
     row = lambda tensor: None if tensor is None else tensor[b]
-    targets_Q, weights_Q, S = term.targets_BQ[b], term.weights_BQ[b], len(data_S)
+    targets_Q, weights_Q = term.targets_BQ[b], term.weights_BQ[b]
     scored = weights_Q.nonzero()[:, 0]
 
     def fits(d: int) -> bool:
-        place = scored % S + d
-        inside = bool(((place >= 0) & (place < S)).all())
-        return inside and torch.equal(targets_Q[scored], data_S[place])
+        place = (scored + d).clamp(0, len(data_Q) - 1)
+        inside = bool(((place == scored + d) & (part_Q[place] == part_Q[scored])).all())
+        return inside and torch.equal(targets_Q[scored], data_Q[place])
 
     return Scored(
         targets_Q,

@@ -30,18 +30,28 @@ def summary(inspector: Inspector, seen: Inspection) -> list[tuple[str, str]]:
         sizes[0] += f" ({seen.data_tokens} of the data, then supervised padding)"
     sizes += [count(len(documents), "document")]
     if c.block_S is not None and len(sample):
-        sizes.append(count(int(c.block_S[-1]) + 1, "block") + f" of up to {int(c.offset_S.max()) + 1}")
+        first = 0 if seen.beside is None else 1  # before the first of those that stand beside the text is none
+        sizes.append(count(int(c.block_S[-1]) + 1 - first, "block") + f" of up to {int(c.offset_S.max()) + 1}")
     if padding.any():
         sizes.append(count(int(padding.sum()), "place") + " of padding")
-    batch = f"sample {seen.index} alone"
+    batch = f"in the micro-batch of sample {seen.index} alone"
     if len(seen.batch) > 1:
-        batch = f"samples {seen.batch.start} to {seen.batch.stop - 1}"
+        batch = f"in the micro-batch of samples {seen.batch.start} to {seen.batch.stop - 1}"
     said = [
         ("sample", ", ".join(sizes)),
-        ("input", f"{' | '.join(seen.streams)}, {S} places each; padded as in the micro-batch of {batch}"),
+        ("input", f"{' | '.join(seen.streams)}, {S} places each{_beside(seen)}; padded as {batch}"),
         ("noise", f"{int(c.noised_S.sum())} of {int(sample.loss_mask_S.sum())} supervised tokens, {_levels(seen)}"),
     ]
     return said + [(f"term {name}", _term(seen, term)) for name, term in seen.terms.items()]
+
+
+def _beside(seen: Inspection) -> str:
+    if seen.beside is None:
+        return ""
+    beside = seen.beside
+    blocks = beside.attributes_QA[~beside.padding_S(), BLOCK].unique().tolist()
+    which = f"block{'s' * (len(blocks) != 1)} {' '.join(map(str, blocks))}" if blocks else "no block"
+    return f", then {beside.streams[0]} of {which}, {len(beside)} places"
 
 
 def _levels(seen: Inspection) -> str:
@@ -56,8 +66,11 @@ def _levels(seen: Inspection) -> str:
 
 def _term(seen: Inspection, term: Scored) -> str:
     places = []
-    for stream, name in enumerate(seen.streams):
-        rows = int((term.weights_Q[seen.rows(stream)] != 0).sum())
+    parts = {name: term.weights_Q[seen.rows(stream)] for stream, name in enumerate(seen.streams)}
+    if seen.beside is not None:
+        parts[seen.beside.streams[0]] = term.weights_Q[-len(seen.beside) :]
+    for name, weights in parts.items():
+        rows = int((weights != 0).sum())
         if rows:
             places.append(f"{count(rows, 'row')} of {name}")
     denominator = f"counts {number(term.count)} (its micro-batch {number(term.batch_count)})"

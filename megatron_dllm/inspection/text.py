@@ -28,11 +28,21 @@ def plain(text: str, mark: str) -> str:
 
 def render(inspector: Inspector, seen: Inspection, places: range, paint: Paint) -> str:
     """Everything about one sample: these places of it as a table, the first of them as a picture."""
-    places = seen.clip(places.start, places.stop)
+    wanted, places = len(places), seen.clip(places.start, places.stop)
     lines = [paint(f"== {title(inspector, seen)}", "title")]
     sentences = summary(inspector, seen)
     longest = max(len(label) for label, _ in sentences)
     lines += [f"{label:<{longest}}  {said}" for label, said in sentences]
+    lines += _places(inspector, seen, places, paint)
+    if seen.beside is not None:
+        lines += _places(inspector, seen.beside, seen.beside.clip(0, wanted), paint)
+    lines += ["", *_picture(inspector, seen, places[:PICTURED], paint)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _places(inspector: Inspector, seen: Inspection, places: range, paint: Paint) -> list[str]:
+    """The whole of the streams as text, and some places of them as a table."""
+    lines = []
     for stream, name in enumerate(seen.streams):
         lines += ["", paint(f"{name} as text", "title")]
         if stream and not seen.changed_Q[seen.rows(stream)].any():
@@ -41,9 +51,7 @@ def render(inspector: Inspector, seen: Inspection, places: range, paint: Paint) 
         for segment in segments(inspector, seen, stream):
             lines += [f"  {segment.title}", *(f"    {line}" for line in _flow(segment.spans, paint))]
     lines += ["", paint(f"{interval(places)} of {len(seen)}", "title")]
-    lines += _table(table(inspector, seen, places), seen, places, paint)
-    lines += ["", *_picture(inspector, seen, places[:PICTURED], paint)]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return lines + _table(table(inspector, seen, places), seen, places, paint)
 
 
 def _flow(spans: list[tuple[str, str]], paint: Paint) -> list[str]:
@@ -95,21 +103,22 @@ def _picture(inspector: Inspector, seen: Inspection, places: range, paint: Paint
     if not places:
         return []
     rows_N, allowed_NN, sees_N = seen.picture(places)
-    S, wide, kinds = len(seen), draws_blocks(seen), seen.borders()
-    streams, place_of = (rows_N // S).tolist(), (rows_N % S).tolist()
+    parts = seen.parts()
+    wide, kinds = [draws_blocks(of) for _, of in parts], [of.borders() for _, of in parts]
+    streams, place_of = zip(*map(seen.locate, rows_N.tolist()), strict=True)
 
     def border(n: int) -> str:
         if n == 0:
             return ""
         if streams[n] != streams[n - 1]:
             return "stream"
-        kind = kinds.get(place_of[n], "")
-        return kind if kind == "document" or wide else ""
+        kind = kinds[streams[n]].get(place_of[n], "")
+        return kind if kind == "document" or wide[streams[n]] else ""
 
     strokes = {"": "", "stream": "║", "document": "│", "block": "┊"}
     strokes_between = {"stream": "═", "document": "─", "block": "┄"}
     across = lambda cells: "".join(strokes[border(n)] + cell for n, cell in enumerate(cells))
-    names = [seen.streams[stream] for stream in streams]
+    names = [parts[stream][0] for stream in streams]
     tokens = [visible_text(inspector.token(id)[0]) for id in seen.tokens_Q[rows_N].tolist()]
     labels = [f"{name} {place}" for name, place in zip(names, place_of, strict=True)]
     name_width, token_width = max(map(width, labels)), min(12, max(map(width, tokens)))

@@ -92,7 +92,7 @@ class ModelInput:
     streams: into how many equally long streams Q divides; a context-parallel rank owns the same positions
     of each. drafted: tokens of blocks after the streams (dflash, block_diffusion). tokens: counters for the logs (sums
     over the micro-batch). self_conditioned_B: bool, rows whose blocks are denoised with a first prediction in view;
-    None where there are never any.
+    None where there are never any. noised_BD: bool, which of the drafted tokens are noised, for tools that show them.
     """
 
     tokens_BQ: torch.Tensor
@@ -103,6 +103,7 @@ class ModelInput:
     tokens: dict[str, float] = field(default_factory=dict)
     drafted: int = 0
     self_conditioned_B: torch.Tensor | None = None
+    noised_BD: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,11 @@ def validate(args) -> None:
     _validate_coin(args)
     if args.block_diffusion_canvases == "all":  # samples differ in their number of blocks
         args.dllm_variable_lengths = True
+    elif args.block_diffusion_canvases > args.dllm_sequence_length:
+        raise ValueError(
+            f"--block-diffusion-canvases {args.block_diffusion_canvases}: no text has more blocks than tokens, give at "
+            f"most --seq-length {args.dllm_sequence_length}, or all."
+        )
 
 
 def _validate_coin(args) -> None:
@@ -267,6 +272,7 @@ def layout(samples: list[Canvases], length: int, args) -> ModelInput:
         attributes_BQA=attributes_BQA,
         terms=terms,
         drafted=D,
+        noised_BD=canvases["noised"],
         self_conditioned_B=coins_B if args.block_diffusion_self_conditioning else None,
         tokens={
             "supervised": float(scored_BD.sum()),

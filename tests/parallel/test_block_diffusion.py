@@ -17,6 +17,7 @@ CASES = {
     "chat": (SELECTED, "TP2 SP|PP2|CP2 a2a|CP2 all_gather|DP2, micro-batch 1|recompute full|TP2 SP CP2"),
     "chat, all": (ALL, "one micro-batch|PP2 VPP2|CP2 a2a|TP2 SP PP2"),
     "chat, short": (SHORT, "TP2 SP"),
+    "chat, padded": (f"{SELECTED} --dllm-padding supervise", "PP2"),  # all of one length
     "text": (SOME, "TP2 SP|PP2|PP2 VPP2|CP2 a2a|PP2 CP2"),
     "text, all": (ALL, "PP2|CP2 all_gather"),
 }

@@ -121,7 +121,7 @@ def test_a_model_of_our_own_becomes_a_folder_of_transformers(pool, converter, tm
 
 @pytest.fixture(scope="module")
 def straight(pool, tmp_path_factory):
-    """straight(layout, *flags) -> (folder, result): six steps, saved after the third, self-conditioned half the time."""
+    """straight(layout, *flags) -> (folder, result): six steps, saved after the third; half are self-conditioned."""
     data = ["--sft-data-path", write_conversations(tmp_path_factory.mktemp("data")), "--seq-length", 96]
     shape = "--model-preset tiny-diffusion-gemma --dllm-window 12 --dllm-block-size 8 --train-iters 6"
     argv, made = [*TINY, *OBJECTIVE.split(), *shape.split(), *data], {}

@@ -97,7 +97,12 @@ FLAGS = {
     "--dllm-mode scdd --scdd-gamma-shape 3": "give --scdd-gamma-shape · (1 - --scdd-peak-time) at most 1",
     "--dllm-mode scdd --dllm-loss-normalization noise": "has no effect on --dllm-mode scdd",
     "--scdd-max-ratio 0.2": "--scdd-max-ratio belongs to --dllm-mode scdd, not mdlm",
-    "--model-preset nosuch": "unknown --model-preset 'nosuch': choose one of dream-7b, ",
+    "--dllm-mode block_diffusion --dllm-pad-block-size 8": "only a turn's last canvas is filled with it",
+    "--dllm-mode block_diffusion --dllm-loss-normalization noise": "has no effect on --dllm-mode block_diffusion",
+    "--dllm-mode block_diffusion --dllm-mask-token-id 258": "--dllm-mask-token-id has no effect on --dllm-mode block",
+    "--dllm-mode block_diffusion --block-diffusion-self-conditioning 0.5": "the model has no self-conditioning",
+    "--dllm-mode block_diffusion --dllm-block-size 300": "no text of --seq-length 64 fills such a canvas",
+    "--model-preset nosuch": "unknown --model-preset 'nosuch': choose one of diffusion-gemma-26b-a4b, ",
     "--calculate-per-token-loss": "--calculate-per-token-loss cannot be used",
     "--pretrained-checkpoint runs/a": "--pretrained-checkpoint cannot be used: use --load with --finetune",
     "--use-checkpoint-args": "--use-checkpoint-args cannot be used: give the model's flags again",
@@ -143,6 +148,13 @@ def test_the_attention_of_cpus_on_a_gpu(refused, data, monkeypatch):
 @pytest.mark.parametrize("flag", ("--sft-last-turn-only", "--dllm-padding supervise", "--pad-seq-len-divisible 8"))
 def test_chat_flags_on_packed_text(refused, data, flag):
     assert "has no effect on packed text" in refused([*TINY, "--data-path", data["text"], *flag.split()])
+
+
+def test_all_canvases_and_experts_of_a_dispatcher_for_one_length(refused, data):
+    flags = "--dllm-mode block_diffusion --block-diffusion-canvases all --model-preset tiny-moe "
+    flags += "--moe-token-dispatcher-type allgather --expert-model-parallel-size 2"
+    sentence = refused([*TINY, "--data-path", data["text"], *flags.split()], 2)
+    assert "all canvases, differ in length between ranks" in sentence
 
 
 @pytest.mark.parametrize("missing", ("--seq-length", "--micro-batch-size", "--lr", "--train-iters"))

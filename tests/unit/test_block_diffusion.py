@@ -224,6 +224,31 @@ def test_blocks_are_chosen_uniformly_and_apart_from_noise_and_coin():
     assert len(set(pairs)) == 10 and min(map(pairs.count, set(pairs))) > 60
 
 
+@pytest.mark.parametrize(
+    ("moved", "decides"),
+    [
+        ("corruption", "noise"),
+        ("block diffusion canvases", "choice"),
+        ("block diffusion self-conditioning", "coin"),
+    ],
+)
+def test_each_random_stream_decides_one_thing(moved, decides):
+    """Other numbers in one stream change what it is for, and nothing else."""
+
+    class Moved(Draws):
+        def generator(self, stream="corruption"):
+            return super().generator(stream if stream != moved else "another")
+
+    args = flags(block_diffusion_canvases=1, dllm_block_size=2, dllm_architecture="diffusion_gemma")
+    changed = dict(noise=False, choice=False, coin=False)
+    for i in range(30):
+        one, other = (mode.corrupt(make_sample([0] * 9), draws(3, i), args) for draws in (Draws, Moved))
+        changed["noise"] |= not torch.equal(one.x_t_S, other.x_t_S)
+        changed["choice"] |= not torch.equal(one.places_NK, other.places_NK)
+        changed["coin"] |= one.self_conditioned != other.self_conditioned
+    assert changed == {what: what == decides for what in changed}
+
+
 def test_noise_does_not_depend_on_the_choice_or_the_coin():
     sample = make_sample([0] * 11)
     drawn = [
@@ -387,6 +412,7 @@ def test_context_parallel_ranks_cover_text_and_canvases():
         (dict(dllm_block_size=0), "--dllm-block-size 0"),
         (dict(dllm_block_size=300), "give at most 256"),
         (dict(dllm_eps=0.0), "--dllm-eps"),
+        (dict(block_diffusion_canvases=65), "no text has more blocks than tokens"),
         (dict(dllm_pad_block_size=4), "only a turn's last canvas"),
         (dict(dllm_eos_token_id=None), "--no-block-diffusion-eos-fill"),
         (dict(encoder_ar_loss_weight=-1.0), "--encoder-ar-loss-weight"),

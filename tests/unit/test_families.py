@@ -12,6 +12,7 @@ from megatron_dllm.models import FAMILIES, get_family, recognise
 from megatron_dllm.models.hf import read_config
 from megatron_dllm.models.rope import last_position, parse_scaling
 from megatron_dllm.models.weights import megatron_shapes
+from megatron_dllm.presets import PRESETS
 from tests.hf_models import MODELS, SHAPE, make
 
 COMMON = dict(hidden_act="silu", tie_word_embeddings=False, rms_norm_eps=1e-6, attention_dropout=0.0, use_cache=True)
@@ -299,6 +300,7 @@ def test_every_family_reads_the_mask_token_that_exports_write(name):
     if config is None:
         config = dict(model_type=get_family(name).types[0], num_nextn_predict_layers=0)
         config = config | (DREAM_7B if name == "fast_dllm_v2" else {})
+        config = config | (PRESETS["diffusion-gemma-26b-a4b"].config if name == "diffusion_gemma" else {})
         config.pop("use_mrope", None)
     assert get_family(name).read(config | dict(mask_token_id=5)) == get_family(name).read(config)
 

@@ -38,7 +38,7 @@ WITHOUT_MODE = TINY[2:]
 COMMANDS = {
     name: ["--dllm-mode", name] + ["--dllm-block-size", "5"] * ("dllm_block_size" in mode.USES)
     for name, mode in MODES.items()
-    if name != "dflash"
+    if name not in ("dflash", "block_diffusion")  # the latter: test_inspect_canvases.py
 }
 COMMANDS |= {
     "complementary": "--dllm-mode bd3lm --dllm-block-size 5 --bd3lm-complementary-masks".split(),

@@ -31,6 +31,7 @@ ABOUT = {  # in all, and those that work on one token
     "llada2-flash": (100e9, 6.1e9),
     "nemotron-labs-diffusion-8b": (8e9, None),
     "nemotron-labs-diffusion-14b": (14e9, None),
+    "diffusion-gemma-26b-a4b": (26e9, 3.07e9 + 262144 * 2816),  # counted with the vision tower; without the embedding
 }
 TENSORS = {"nemotron-labs-diffusion-3b": 237, "nemotron-labs-diffusion-14b": 363, "llada-8b": 291}
 
@@ -43,7 +44,8 @@ def test_the_models_own_folder_says_the_same(tmp_path, name):
     if family.transformers_config is not None:
         import transformers
 
-        getattr(transformers, family.transformers_config)(**written).save_pretrained(tmp_path)
+        whole = family.transformers_config if family.text_config is None else "DiffusionGemmaConfig"
+        getattr(transformers, whole)(**written).save_pretrained(tmp_path)
     else:
         (tmp_path / "config.json").write_text(json.dumps(written))
     assert folder_defaults(str(tmp_path)) == get_preset(name)
