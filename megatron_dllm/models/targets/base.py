@@ -22,10 +22,13 @@ class Target:
     decodes = True
 
     def features(
-        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor
-    ) -> torch.Tensor:
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor, last: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[S, B, F] hidden states of the layers side by side, of this rank's part of the sequence (attributes: of all
-        of it, like a DiffusionLM's)."""
+        of it, like a DiffusionLM's). Layers after the last one that is read are not run.
+
+        last: also [S, B, D], what the head makes logits of (the final norm's output), for which all layers are run.
+        """
         raise NotImplementedError
 
     @torch.no_grad()

@@ -153,6 +153,10 @@ def build(args: Namespace, path: str, pg_collection=None) -> "TransformersTarget
     return target
 
 
+class _Enough(Exception):
+    """Leaves a pass after the last layer that is read: of a class that is not ours, its loop cannot be cut short."""
+
+
 class TransformersTarget(Target):
     """model: of a transformers class for causal language models, of which only what makes hidden states is kept (its
     ends become `self.model`); layers: as in a MegatronTarget.
@@ -170,18 +174,22 @@ class TransformersTarget(Target):
         for place in set(layers) - {len(stack) - 1}:
             stack[place].register_forward_hook(self._note(place))
         self._last = len(stack) - 1
+        self._enough: int | None = None  # the layer that the pass being made ends with; None: all of them
 
     def _note(self, place: int):
         def hook(module, arguments, output):
             self._outputs[place] = output[0] if isinstance(output, tuple) else output
+            if place == self._enough:
+                raise _Enough
 
         return hook
 
     def features(
-        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor
-    ) -> torch.Tensor:
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor, last: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         whole = Whole(tokens_BS, attributes_BSA, self.model.pg_collection.cp)
-        return whole.own(self.run(whole.tokens_BS, whole.position_ids_BS, whole.document_BS))
+        found = self.run(whole.tokens_BS, whole.position_ids_BS, whole.document_BS, last)
+        return tuple(whole.own(x) for x in found) if last else whole.own(found)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         ends = self.model
@@ -189,16 +197,26 @@ class TransformersTarget(Target):
         return ends.table_VD, head_VD
 
     @torch.no_grad()
-    def run(self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, document_BS: torch.Tensor) -> torch.Tensor:
-        """[S, B, F] of whole sequences."""
+    def run(
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, document_BS: torch.Tensor, last: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`features` of whole sequences."""
         options = {}
         if self._packed:
             options = dict(attention_mask=_apart(document_BS, self._dtype), position_ids=position_ids_BS)
-        out = self._body(input_ids=tokens_BS, use_cache=False, return_dict=True, **options)
-        self._outputs[self._last] = out.last_hidden_state
+        self._enough = None if last else max(self._chosen)
+        try:
+            out = self._body(input_ids=tokens_BS, use_cache=False, return_dict=True, **options)
+            self._outputs[self._last] = out.last_hidden_state
+        except _Enough:
+            pass
+        finally:
+            self._enough = None
         features_BSF = torch.cat([self._outputs[place] for place in self._chosen], dim=-1)
+        features_SBF = features_BSF.transpose(0, 1).contiguous()
+        last_BSD = self._outputs.get(self._last)
         self._outputs.clear()
-        return features_BSF.transpose(0, 1).contiguous()
+        return (features_SBF, last_BSD.transpose(0, 1).contiguous()) if last else features_SBF
 
     @property
     def _dtype(self) -> torch.dtype:
