@@ -149,7 +149,7 @@ def check(args: Namespace) -> None:
             f"--dflash-target-layers {wrong[0]} does not exist: the target has {target.num_layers} layers, from 0 on."
         )
     if args.num_experts is not None:
-        raise ValueError("a draft's layers are dense, and the target's experts its own affair: leave out --num-experts.")
+        raise ValueError("a draft's layers are dense, whatever its target's are: leave out --num-experts.")
     if args.hidden_size != target.hidden_size:
         raise ValueError(
             f"--hidden-size {args.hidden_size} is not that of the target ({target.hidden_size}), whose head reads what "
