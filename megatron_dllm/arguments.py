@@ -325,12 +325,15 @@ def read_command_line(
         args.max_position_embeddings = args.dllm_sequence_length
     longest = args.max_position_embeddings
     args.max_position_embeddings = max(longest, args.seq_length)  # several streams share positions
+    ranks_of_experts = args.expert_model_parallel_size
+    if args.num_experts is None:
+        args.expert_model_parallel_size = 1  # those of a draft's target, which Megatron does not know of
     try:
         validate_args(args)
     except AssertionError as error:
         condition = traceback.extract_tb(error.__traceback__)[-1].line  # many of Megatron's have no text
         raise ValueError(f"Megatron refuses this combination of flags: {str(error) or condition}") from error
-    args.max_position_embeddings = longest
+    args.max_position_embeddings, args.expert_model_parallel_size = longest, ranks_of_experts
     return args, tokenizer
 
 

@@ -47,7 +47,8 @@ def model_provider(
     """One pipeline stage (or virtual chunk) of the model, or a draft, with layout-independent initial weights (without
     `draw_weights`: memory that a checkpoint is about to fill)."""
     args = get_args()
-    config = core_transformer_config_from_args(args)
+    targets = target_layers(args)
+    config = core_transformer_config_from_args(args) if targets is None else target.draft_config(args)
     config.variable_seq_lengths = args.dllm_variable_lengths
     config.perform_initialization = False  # `initialize` draws every parameter
     common = dict(
@@ -56,7 +57,6 @@ def model_provider(
         attention_backend=args.dllm_attention_backend,
         pg_collection=pg_collection,
     )
-    targets = target_layers(args)
     if args.dllm_mode == "dflash" and args.dflash_target is not None:
         width, see = len(targets) * config.hidden_size, dflash.rule(args.dflash_causal_block, args.dflash_window)
         model = dflash.DraftOfTarget(config, target.build(args, pg_collection), width, rule=see, **common)

@@ -237,7 +237,7 @@ def check_layout(args, mode: ModuleType) -> None:
             f"--num-layers {args.num_layers} is not divisible by PP {pp}: change one, or use "
             "--decoder-first-pipeline-num-layers."
         )
-    _check_experts(args, tp, pp, world)
+    _check_experts(args, mode, tp, pp, world)
     _check_context_parallel(args, tp, cp)
     # Chat batches are padded to their longest row, so lengths change between micro-batches.
     args.dllm_variable_lengths = args.sft_data_path is not None and args.dllm_padding == "ignore"
@@ -248,7 +248,7 @@ def check_layout(args, mode: ModuleType) -> None:
 def set_model_length(args, mode: ModuleType) -> None:
     """`seq_length` becomes Q (`dllm_sequence_length` stays S): a pipeline's tensors are as long as the model's input.
     After `mode.validate`, which may find that lengths vary though those of the data do not."""
-    expert_parallel = args.num_experts is not None and args.expert_model_parallel_size > 1
+    expert_parallel = args.expert_model_parallel_size > 1
     if args.dllm_variable_lengths and expert_parallel and args.moe_token_dispatcher_type != "alltoall":
         raise ValueError(
             "batches of chat data, or of all canvases, differ in length between ranks, which the allgather dispatcher "
@@ -258,23 +258,31 @@ def set_model_length(args, mode: ModuleType) -> None:
     args.seq_length = args.seq_length * mode.streams(args) if length is None else length(args)
 
 
-def _check_experts(args, tp: int, pp: int, world: int) -> None:
+def _check_experts(args, mode: ModuleType, tp: int, pp: int, world: int) -> None:
     ep = args.expert_model_parallel_size
     if args.num_experts is None:
         if ep > 1:
-            raise ValueError("--expert-model-parallel-size needs a mixture of experts: give --num-experts.")
+            experts = mode.experts(args) if hasattr(mode, "experts") else None
+            if experts is None:
+                raise ValueError("--expert-model-parallel-size needs a mixture of experts: give --num-experts.")
+            _check_expert_layout(args, experts, f"the target's {experts} experts are", tp, pp, world)
         return
     if isinstance(args.moe_layer_freq, list) and len(args.moe_layer_freq) != args.num_layers:
         raise ValueError(
             f"--moe-layer-freq is for {len(args.moe_layer_freq)} layers, but --num-layers is {args.num_layers}: give "
             f"it for all of them, for instance [0]+[1]*{args.num_layers - 1}."
         )
-    if args.num_experts % ep:
-        raise ValueError(f"--num-experts {args.num_experts} is not divisible by EP {ep}.")
     if tp > 1 and not args.sequence_parallel:
         raise ValueError(
             f"Megatron trains experts under TP {tp} with sequence parallelism only: add --sequence-parallel."
         )
+    _check_expert_layout(args, args.num_experts, f"--num-experts {args.num_experts} is", tp, pp, world)
+
+
+def _check_expert_layout(args, experts: int, subject: str, tp: int, pp: int, world: int) -> None:
+    ep = args.expert_model_parallel_size
+    if experts % ep:
+        raise ValueError(f"{subject} not divisible by EP {ep}.")
     etp = args.expert_tensor_parallel_size or tp
     if world % (etp * ep * pp):
         raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from megatron_dllm.arguments import read_command_line
 from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.launch import quiet
+from megatron_dllm.models.dflash_draft import DFLASH_DRAFT
 from megatron_dllm.parallel import length_multiple
 from megatron_dllm.presets import get_preset
 
@@ -35,7 +36,9 @@ def read_data_flags(extend: Callable) -> tuple[Namespace, Tokenizer]:
         own = parser.add_argument_group("what to show")
         parser._action_groups.insert(0, parser._action_groups.pop())
         extend(parser, own)
-        parser.set_defaults(**get_preset("tiny"))
+        drafts = parser.get_default("dllm_family") == DFLASH_DRAFT.name  # whose shape must be the target's
+        shape = get_preset("tiny").items()
+        parser.set_defaults(**{k: v for k, v in shape if not drafts or parser.get_default(k) is None})
         kept.update(data_flags(parser), (action.dest for action in own._group_actions))
         neutral.update(vars(parser.parse_args("--dllm-mode any --train-iters 1 --lr 1e-3".split())))
 
@@ -49,6 +52,7 @@ def read_data_flags(extend: Callable) -> tuple[Namespace, Tokenizer]:
         if args.global_batch_size is None:
             args.global_batch_size = args.micro_batch_size * max(1, args.world_size // (tp * pp * cp))
         vars(args).update({name: value for name, value in neutral.items() if name not in kept})
+        args.dflash_features = None  # of the target, which is not asked for any
         args.rank, args.world_size = 0, 1
 
     shows_help = {"-h", "--help"} & set(sys.argv)

@@ -4,7 +4,17 @@ from html import escape
 
 from megatron_dllm.display import html_page, visible_text
 from megatron_dllm.inspection.samples import Inspection, Inspector
-from megatron_dllm.inspection.table import Column, draws_blocks, interval, segments, summary, table, title
+from megatron_dllm.inspection.table import (
+    Column,
+    block_table,
+    interval,
+    picture_borders,
+    place_borders,
+    segments,
+    summary,
+    table,
+    title,
+)
 
 _STYLE = """
 h2 { border-top: 3px solid #222; padding-top: .5em; margin-top: 2.5em; }
@@ -35,6 +45,11 @@ _LEGEND = (
 )
 PICTURED = 256  # places at most
 _CELL = 9  # pixels of the picture
+_STROKES = dict(
+    stream='stroke="#000" stroke-width="2"',
+    document='stroke="#000" stroke-width="1"',
+    block='stroke="#999" stroke-width="1"',
+)
 
 
 def render(inspector: Inspector, found: list[Inspection], places: range) -> str:
@@ -46,26 +61,22 @@ def render(inspector: Inspector, found: list[Inspection], places: range) -> str:
         body.append(f"<h2>{escape(title(inspector, seen))}</h2>\n<dl>")
         body += [f"<dt>{escape(label)}</dt><dd>{escape(said)}</dd>" for label, said in summary(inspector, seen)]
         body.append("</dl>")
-        body += _places(inspector, seen, shown)
-        if seen.beside is not None:
-            body += _places(inspector, seen.beside, seen.beside.clip(0, len(places)))
-        if pictured := shown[:PICTURED]:
+        for stream, name in enumerate(seen.streams):
+            body.append(f"<h3>{escape(name)} as text</h3>")
+            if stream and not seen.changed_Q[seen.rows(stream)].any():
+                body.append("<p>the data, unchanged</p>")
+                continue
+            for segment in segments(inspector, seen, stream):
+                body.append(f'{escape(segment.title)}<div class="text">{_flow(segment.spans)}</div>')
+        body.append(f"<h3>{interval(shown)} of {len(seen)}</h3>")
+        body.append(f'<div class="scroll">{_table(table(inspector, seen, shown), place_borders(seen, shown))}</div>')
+        if len(blocks_MK := seen.blocks_at(shown)):
+            borders = ["block" if k == 0 else "" for _ in blocks_MK for k in range(blocks_MK.shape[1])]
+            body.append(f"<h3>blocks that begin at {interval(shown)}</h3>")
+            body.append(f'<div class="scroll">{_table(block_table(inspector, seen, blocks_MK), borders)}</div>')
+        if (pictured := shown[:PICTURED]) and len(seen.picture(pictured)[0]):
             body.append(f"<h3>who sees whom, {interval(pictured)}</h3>\n{_picture(inspector, seen, pictured)}")
     return html_page("Samples", _STYLE, "\n".join(body))
-
-
-def _places(inspector: Inspector, seen: Inspection, shown: range) -> list[str]:
-    """The whole of the streams as text, and some places of them as a table."""
-    body = []
-    for stream, name in enumerate(seen.streams):
-        body.append(f"<h3>{escape(name)} as text</h3>")
-        if stream and not seen.changed_Q[seen.rows(stream)].any():
-            body.append("<p>the data, unchanged</p>")
-            continue
-        for segment in segments(inspector, seen, stream):
-            body.append(f'{escape(segment.title)}<div class="text">{_flow(segment.spans)}</div>')
-    body.append(f"<h3>{interval(shown)} of {len(seen)}</h3>")
-    return [*body, f'<div class="scroll">{_table(table(inspector, seen, shown), seen, shown)}</div>']
 
 
 def _flow(spans: list[tuple[str, str]]) -> str:
@@ -76,7 +87,7 @@ def _flow(spans: list[tuple[str, str]]) -> str:
     return "".join(parts)
 
 
-def _table(columns: list[Column], seen: Inspection, places: range) -> str:
+def _table(columns: list[Column], borders: list[str]) -> str:
     groups = dict.fromkeys(column.group for column in columns)
     first_of = {group: next(c for c in columns if c.group == group) for group in groups}
 
@@ -87,52 +98,40 @@ def _table(columns: list[Column], seen: Inspection, places: range) -> str:
     spans = {group: sum(c.group == group for c in columns) for group in groups}
     heads = "".join(f'<th class="group" colspan="{n}">{escape(group)}</th>' for group, n in spans.items())
     names = "".join(_tag("th", kind(c), escape(c.name)) for c in columns)
-    lines, borders = [f"<tr>{heads}</tr>", f"<tr>{names}</tr>"], seen.borders()
-    for i, place in enumerate(places):
-        border = borders.get(place, "")
+    lines = [f"<tr>{heads}</tr>", f"<tr>{names}</tr>"]
+    for i, border in enumerate(borders):
         cells = "".join(_tag("td", kind(c, c.marks[i]), escape(c.cells[i])) for c in columns)
-        lines.append(_tag("tr", border if border == "document" or draws_blocks(seen) else "", cells))
+        lines.append(_tag("tr", border, cells))
     return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 
 def _picture(inspector: Inspector, seen: Inspection, places: range) -> str:
     """A row a query, dark where it sees a key; a title on each says which, and how many keys of all it sees."""
-    rows_N, allowed_NN, sees_N = seen.picture(places)
-    N, parts = len(rows_N), seen.parts()
-    borders = [of.borders() for _, of in parts]
-    left, top, size = 150, 20, N * _CELL
-    pieces = []
-    begun = set()
-    for n, row in enumerate(rows_N.tolist()):
-        part, place = seen.locate(row)
-        name, of = parts[part]
+    queries_M, keys_P, allowed_MP, sees_M = seen.picture(places)
+    left, top, width, height = 150, 20, len(keys_P) * _CELL, len(queries_M) * _CELL
+    parts = []
+    for n, row in enumerate(queries_M.tolist()):
         token = visible_text(inspector.token(seen.tokens_Q[row].item())[0])
-        label, y = escape(f"{name} {place} {token[:12]}"), top + n * _CELL
-        pieces.append(f'<g class="query"><title>{label} sees {sees_N[n]} keys</title>')
-        pieces.append(
+        label, y = escape(f"{' '.join(seen.part(row))} {token[:12]}"), top + n * _CELL
+        parts.append(f'<g class="query"><title>{label} sees {sees_M[n]} keys</title>')
+        parts.append(
             f'<text x="{left - 4}" y="{y + _CELL - 1}" text-anchor="end" font-size="{_CELL - 1}">{label}</text>'
         )
-        for a, b in _runs(allowed_NN[n].tolist()):
+        for a, b in _runs(allowed_MP[n].tolist()):
             box = f'x="{left + a * _CELL}" y="{y}" width="{(b - a) * _CELL}" height="{_CELL}"'
-            pieces.append(f'<rect {box} fill="#37c"/>')
-        pieces.append("</g>")
-        if part not in begun:
-            begun.add(part)
-            pieces.append(f'<text x="{left + n * _CELL}" y="{top - 5}">{escape(name)}</text>')
-            stroke = ("#000", 2)
-        elif borders[part].get(place) == "document":
-            stroke = ("#000", 1)
-        elif borders[part].get(place) == "block" and draws_blocks(of):
-            stroke = ("#999", 1)
-        else:
-            continue
-        at = n * _CELL
-        for x1, y1, x2, y2 in ((at, 0, at, size), (0, at, size, at)):
-            ends = f'x1="{left + x1}" y1="{top + y1}" x2="{left + x2}" y2="{top + y2}"'
-            pieces.append(f'<line {ends} stroke="{stroke[0]}" stroke-width="{stroke[1]}"/>')
-    frame = f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" stroke="#000"/>'
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + size + 4}" height="{top + size + 4}">'
-    return f'<div class="scroll">{opening}\n' + "\n".join(pieces) + f"\n{frame}</svg></div>"
+            parts.append(f'<rect {box} fill="#37c"/>')
+        parts.append("</g>")
+    for rows, upright in ((keys_P, True), (queries_M, False)):
+        for n, border in enumerate(picture_borders(seen, rows)):
+            x, y = (left + n * _CELL, top) if upright else (left, top + n * _CELL)
+            if upright and (n == 0 or border == "stream"):
+                parts.append(f'<text x="{x}" y="{top - 5}">{escape(seen.heading(rows[n].item()))}</text>')
+            if n and border:
+                ends = f'x1="{x}" y1="{y}" x2="{x if upright else x + width}" y2="{y + height if upright else y}"'
+                parts.append(f"<line {ends} {_STROKES[border]}/>")
+    frame = f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#000"/>'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 4}" height="{top + height + 4}">'
+    return f'<div class="scroll">{opening}\n' + "\n".join(parts) + f"\n{frame}</svg></div>"
 
 
 def _runs(cells: list[bool]) -> list[tuple[int, int]]:

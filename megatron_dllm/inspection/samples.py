@@ -3,14 +3,14 @@
 All of it comes from the path that training takes: build_datasets, CorruptedSamples, Collate.layout (a micro-batch
 before context parallelism slices it) and the mode's `visible`. Nothing here knows a mode by name.
 
-Shapes: S places of a sample padded as in its micro-batch, D places of blocks beside it, Q = streams · S + D, A
-attributes, N rows of a picture.
+Shapes: S places of a sample padded as in its micro-batch, A attributes, Q = streams · S rows, or with the draft blocks
+that some modes have behind their streams streams · S + N · K; a picture has M queries and P keys.
 """
 
 import contextlib
 import logging
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,23 +18,12 @@ from megatron.core.datasets.utils import Split
 
 from megatron_dllm import data
 from megatron_dllm.data.datasets import build_datasets
-from megatron_dllm.data.sample import PADDING_DOCUMENT, Sample
+from megatron_dllm.data.sample import PADDING_DOCUMENT
 from megatron_dllm.data.stream import Collate, CorruptedSamples
 from megatron_dllm.data.tokenizer import Tokenizer
+from megatron_dllm.models import dflash
 from megatron_dllm.modes import get_mode
-from megatron_dllm.modes.base import (
-    BLOCK,
-    CLEAN,
-    COMPLEMENT,
-    CONTEXT,
-    DOCUMENT,
-    NOISY,
-    STREAM,
-    Corrupted,
-    ModelInput,
-    Rule,
-    Term,
-)
+from megatron_dllm.modes.base import BLOCK, CLEAN, COMPLEMENT, CONTEXT, DOCUMENT, NOISY, STREAM, Corrupted, Rule, Term
 
 STREAM_NAMES = {NOISY: "x_t", CLEAN: "x_0", CONTEXT: "context", COMPLEMENT: "complement"}
 PADDING_SHOWN = 2  # places of it
@@ -69,10 +58,10 @@ class Inspection:
     batch         indices of its micro-batch, which decides how far it is padded
     streams       their names, in the order of Q
     data_S        clean ids, then the padding of the micro-batch
+    places_Q      of which place of the sample a row is; of draft blocks those that come after its end too
+    blocks_NK     the rows of draft blocks, [0, 1] without any
     changed_Q     True where noise has been, also where it drew the token that was there already
     visible       the mode's rule
-    beside        blocks that stand beside the text, as a sample of their own (Q = S = D; their places in the model's
-                  input follow the streams'), or None
     """
 
     index: int
@@ -82,12 +71,13 @@ class Inspection:
     streams: list[str]
     data_S: torch.Tensor
     tokens_Q: torch.Tensor
+    places_Q: torch.Tensor
+    blocks_NK: torch.Tensor
     changed_Q: torch.Tensor
     position_ids_Q: torch.Tensor
     attributes_QA: torch.Tensor
     terms: dict[str, Scored]
     visible: Rule
-    beside: "Inspection | None" = None
 
     def __len__(self) -> int:
         """S."""
@@ -117,27 +107,46 @@ class Inspection:
         begins = lambda column: (attributes[1:, column] != attributes[:-1, column]).nonzero()[:, 0] + 1
         return dict.fromkeys(begins(BLOCK).tolist(), "block") | dict.fromkeys(begins(DOCUMENT).tolist(), "document")
 
-    def parts(self) -> list[tuple[str, "Inspection"]]:
-        """The streams, and what stands beside them: (name, whose places they have)."""
-        found = [(name, self) for name in self.streams]
-        return found if self.beside is None else [*found, (self.beside.streams[0], self.beside)]
+    def blocks_at(self, places: range) -> torch.Tensor:
+        """[blocks, K] rows of the draft blocks that begin at these places and count."""
+        first_N = self.blocks_NK[:, 0]
+        begins_N = self.places_Q[first_N]
+        kept_N = self.attributes_QA[first_N, DOCUMENT] != PADDING_DOCUMENT
+        return self.blocks_NK[kept_N & (begins_N >= places.start) & (begins_N < places.stop)]
 
-    def locate(self, row: int) -> tuple[int, int]:
-        """(part, place there) of a place in Q."""
-        part = min(row // len(self), len(self.streams))
-        return part, row - part * len(self)
+    def part(self, row: int) -> tuple[str, str]:
+        """(name of the stream or "block" and its number, place in it) of a row."""
+        stream, place = divmod(row, len(self))
+        if stream < len(self.streams):
+            return self.streams[stream], str(place)
+        block, offset = divmod(row - len(self.streams) * len(self), self.blocks_NK.shape[1])
+        return f"block {block}", f"+{offset}"
 
-    def picture(self, places: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The attention rule between these places of the streams and as many beside: (rows_N, allowed_NN, sees_N).
+    def heading(self, row: int) -> str:
+        """What a picture says above a row and those like it."""
+        return "blocks" if row >= len(self.streams) * len(self) else self.part(row)[0]
 
-        rows_N: places in Q; allowed[q, k]: query row q sees key k; sees_N: how many of all Q keys a row sees.
+    def border(self, before: int, row: int) -> str:
+        """What begins with `row` when `before` is shown before it: "stream", "document", "block" or ""."""
+        streams, S = len(self.streams), len(self)
+        if min(before // S, streams) != min(row // S, streams):
+            return "stream"
+        if row >= streams * S:
+            return "block" if self.part(before)[0] != self.part(row)[0] else ""
+        return self.borders().get(row % S, "")
+
+    def picture(self, places: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The attention rule between these places of all streams: (queries_M, keys_P, allowed_MP, sees_M). With draft
+        blocks, of those that begin there: only they have queries.
+
+        queries_M, keys_P: rows; allowed[q, k]: query q sees key k; sees_M: how many of all Q keys a query sees.
         """
-        shown = [self.clip(places.start, places.stop)] * len(self.streams)
-        if self.beside is not None:
-            shown.append(self.beside.clip(0, len(places)))
-        rows_N = torch.cat([torch.tensor(places) + part * len(self) for part, places in enumerate(shown)]).long()
-        allowed_NQ = self.visible(self.attributes_QA[rows_N][:, None], self.attributes_QA[None])
-        return rows_N, allowed_NQ[:, rows_N], allowed_NQ.sum(1)
+        streamed = torch.arange(len(self.streams) * len(self)).view(-1, len(self))
+        blocks = self.blocks_at(places).flatten()
+        keys_P = torch.cat([streamed[:, places.start : places.stop].flatten(), blocks])
+        queries_M = blocks if len(self.blocks_NK) else keys_P
+        allowed_MQ = self.visible(self.attributes_QA[queries_M][:, None], self.attributes_QA[None])
+        return queries_M, keys_P, allowed_MQ[:, keys_P], allowed_MQ.sum(1)
 
 
 class Inspector:
@@ -147,8 +156,6 @@ class Inspector:
     """
 
     def __init__(self, args, tokenizer: Tokenizer, validation: bool = False):
-        if args.dllm_mode == "dflash":
-            raise ValueError("blocks of drafts cannot be shown yet: inspect the data under another --dllm-mode.")
         self.args, self.tokenizer, self.validation = args, tokenizer, validation
         self.notes: list[str] = []
         with self._noting():
@@ -171,26 +178,20 @@ class Inspector:
             data_tokens = len(self.samples.samples.sample(rows[b].sample.index))
         batch, mode, c = self.collate.layout(rows), get_mode(self.args.dllm_mode), rows[b]
         tokens_Q, attributes_QA = batch.tokens_BQ[b], batch.attributes_BQA[b]
-        D = batch.drafted
-        S = (len(tokens_Q) - D) // batch.streams
+        streamed = slice(len(tokens_Q) - batch.drafted)
+        S = streamed.stop // batch.streams
         data_S = torch.full((S,), self.args.dllm_pad_token_id)
         data_S[: len(c.sample)] = c.sample.tokens_S
-        text_Q, beside = data_S.repeat(batch.streams), None
-        data_Q = torch.cat([text_Q, _drafted_data(batch, b)])
-        changed_Q, names = tokens_Q != data_Q, []
-        for stream in range(batch.streams):
-            rows = slice(stream * S, (stream + 1) * S)
-            kinds = attributes_QA[rows, STREAM].unique().tolist()
-            names.append(_name(kinds))
+        blocks_NK, begins_NK = self._blocks(c, streamed.stop, batch.drafted)
+        places_Q = torch.cat([torch.arange(S).repeat(batch.streams), begins_NK.flatten()])
+        changed_Q, names = tokens_Q != data_S[places_Q.clamp(max=S - 1)], []
+        of_streams = (x[streamed].view(-1, S) for x in (changed_Q, attributes_QA[:, STREAM]))
+        for changed_S, kinds_S in zip(*of_streams, strict=True):
+            kinds = kinds_S.unique().tolist()
+            names.append(" and ".join(STREAM_NAMES.get(kind, f"stream {kind}") for kind in kinds))
             if kinds == [NOISY]:
-                changed_Q[rows][: len(c.sample)] |= c.noised_S
+                changed_S[: len(c.sample)] |= c.noised_S
         alone = mode.layout([c], S, self.args).terms
-        part_Q = torch.cat([torch.arange(batch.streams).repeat_interleave(S), torch.full((D,), batch.streams)])
-        terms = {name: _scored(term, b, alone[name].count, data_Q, part_Q) for name, term in batch.terms.items()}
-        if D:
-            if batch.noised_BD is not None:
-                changed_Q[-D:] |= batch.noised_BD[b]
-            beside = self._beside(index, indices, batch, b, changed_Q[-D:], terms)
         return Inspection(
             index=index,
             corrupted=c,
@@ -199,45 +200,24 @@ class Inspector:
             streams=names,
             data_S=data_S,
             tokens_Q=tokens_Q,
+            places_Q=places_Q,
+            blocks_NK=blocks_NK,
             changed_Q=changed_Q,
             position_ids_Q=batch.position_ids_BQ[b],
             attributes_QA=attributes_QA,
-            terms=terms,
-            visible=mode.visible,
-            beside=beside,
+            terms={name: _scored(term, b, alone[name].count, data_S, places_Q) for name, term in batch.terms.items()},
+            visible=self._draft_rule() if batch.drafted else mode.visible,
         )
 
-    def _beside(self, index, indices, batch: ModelInput, b: int, changed_D, terms) -> Inspection:
-        """The drafted blocks of row b, as a sample whose data are their own clean tokens."""
-        D, data_D = batch.drafted, _drafted_data(batch, b)
-        attributes_DA = batch.attributes_BQA[b, -D:]
-        own = {name: _last(term, D) for name, term in terms.items() if (term.weights_Q[-D:] != 0).any()}
-        first = next(iter(own.values()), None)
-        known = lambda values_D: torch.zeros(D) if values_D is None else values_D
-        scored_D = first.weights_Q != 0 if first else torch.zeros(D, dtype=torch.bool)
-        positions_D, documents_D = batch.position_ids_BQ[b, -D:], attributes_DA[:, DOCUMENT]
-        return Inspection(
-            index=index,
-            corrupted=Corrupted(
-                sample=Sample(data_D, scored_D, documents_D, positions_D, index),
-                x_t_S=batch.tokens_BQ[b, -D:],
-                noised_S=changed_D,
-                weight_S=scored_D.float(),
-                level_S=known(first and first.levels_Q),
-                block_S=attributes_DA[:, BLOCK],
-                offset_S=known(first and first.offsets_Q).int(),
-            ),
-            data_tokens=int(scored_D.sum()),
-            batch=indices,
-            streams=[_name(attributes_DA[:, STREAM].unique().tolist())],
-            data_S=data_D,
-            tokens_Q=batch.tokens_BQ[b, -D:],
-            changed_Q=changed_D,
-            position_ids_Q=positions_D,
-            attributes_QA=attributes_DA,
-            terms=own,
-            visible=get_mode(self.args.dllm_mode).visible,
-        )
+    def _draft_rule(self) -> Rule:
+        return dflash.rule(self.args.dflash_causal_block, self.args.dflash_window)
+
+    def _blocks(self, c: Corrupted, first: int, drafted: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """([N, K] rows of draft blocks, the places that they stand for). first: their first row, drafted: how many."""
+        if not drafted:
+            return torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.int64)
+        K = self.args.dllm_block_size
+        return torch.arange(first, first + drafted).view(-1, K), c.anchors_N[: drafted // K, None] + torch.arange(K)
 
     def token(self, id: int) -> tuple[str, bool]:
         """(what the token adds to a text, see `Tokenizer.piece`; whether it is a special one)."""
@@ -263,31 +243,15 @@ class Inspector:
         self.notes += [str(w.message) for w in caught if Path(w.filename).is_relative_to(_DATA)]
 
 
-def _name(kinds: list[int]) -> str:
-    return " and ".join(STREAM_NAMES.get(kind, f"stream {kind}") for kind in kinds)
-
-
-def _drafted_data(batch: ModelInput, b: int) -> torch.Tensor:
-    """Clean ids of row b's drafted blocks: what the first term, which scores them in their place, has as targets."""
-    first = next(iter(batch.terms.values()))
-    return first.targets_BQ[b, len(batch.tokens_BQ[b]) - batch.drafted :]
-
-
-def _last(term: Scored, D: int) -> Scored:
-    """Its last D places."""
-    cut = {name: value[-D:] for name, value in vars(term).items() if isinstance(value, torch.Tensor)}
-    return replace(term, **cut)
-
-
-def _scored(term: Term, b: int, count: float, data_Q: torch.Tensor, part_Q: torch.Tensor) -> Scored:
+def _scored(term: Term, b: int, count: float, data_S: torch.Tensor, places_Q: torch.Tensor) -> Scored:
     row = lambda tensor: None if tensor is None else tensor[b]
-    targets_Q, weights_Q = term.targets_BQ[b], term.weights_BQ[b]
+    targets_Q, weights_Q, S = term.targets_BQ[b], term.weights_BQ[b], len(data_S)
     scored = weights_Q.nonzero()[:, 0]
 
     def fits(d: int) -> bool:
-        place = (scored + d).clamp(0, len(data_Q) - 1)
-        inside = bool(((place == scored + d) & (part_Q[place] == part_Q[scored])).all())
-        return inside and torch.equal(targets_Q[scored], data_Q[place])
+        place = places_Q[scored] + d
+        inside = bool(((place >= 0) & (place < S)).all())
+        return inside and torch.equal(targets_Q[scored], data_S[place])
 
     return Scored(
         targets_Q,

@@ -4,7 +4,17 @@ from collections.abc import Callable
 
 from megatron_dllm.display import visible_text, width
 from megatron_dllm.inspection.samples import Inspection, Inspector
-from megatron_dllm.inspection.table import Column, draws_blocks, interval, segments, summary, table, title
+from megatron_dllm.inspection.table import (
+    Column,
+    block_table,
+    interval,
+    picture_borders,
+    place_borders,
+    segments,
+    summary,
+    table,
+    title,
+)
 
 LEGEND = (
     "⟦ab⟧ noised: the network sees the mask token instead, or in ⟦a→b⟧ the token b; │ a block begins; "
@@ -28,21 +38,11 @@ def plain(text: str, mark: str) -> str:
 
 def render(inspector: Inspector, seen: Inspection, places: range, paint: Paint) -> str:
     """Everything about one sample: these places of it as a table, the first of them as a picture."""
-    wanted, places = len(places), seen.clip(places.start, places.stop)
+    places = seen.clip(places.start, places.stop)
     lines = [paint(f"== {title(inspector, seen)}", "title")]
     sentences = summary(inspector, seen)
     longest = max(len(label) for label, _ in sentences)
     lines += [f"{label:<{longest}}  {said}" for label, said in sentences]
-    lines += _places(inspector, seen, places, paint)
-    if seen.beside is not None:
-        lines += _places(inspector, seen.beside, seen.beside.clip(0, wanted), paint)
-    lines += ["", *_picture(inspector, seen, places[:PICTURED], paint)]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
-
-
-def _places(inspector: Inspector, seen: Inspection, places: range, paint: Paint) -> list[str]:
-    """The whole of the streams as text, and some places of them as a table."""
-    lines = []
     for stream, name in enumerate(seen.streams):
         lines += ["", paint(f"{name} as text", "title")]
         if stream and not seen.changed_Q[seen.rows(stream)].any():
@@ -51,7 +51,12 @@ def _places(inspector: Inspector, seen: Inspection, places: range, paint: Paint)
         for segment in segments(inspector, seen, stream):
             lines += [f"  {segment.title}", *(f"    {line}" for line in _flow(segment.spans, paint))]
     lines += ["", paint(f"{interval(places)} of {len(seen)}", "title")]
-    return lines + _table(table(inspector, seen, places), seen, places, paint)
+    borders = place_borders(seen, places)
+    lines += _table(table(inspector, seen, places), ["document", *borders[1:]] if places else [], paint)
+    if len(seen.blocks_NK):
+        lines += ["", *_blocks(inspector, seen, places, paint)]
+    lines += ["", *_picture(inspector, seen, places[:PICTURED], paint)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def _flow(spans: list[tuple[str, str]], paint: Paint) -> list[str]:
@@ -70,7 +75,17 @@ def _flow(spans: list[tuple[str, str]], paint: Paint) -> list[str]:
     return [piece + "⏎" for piece in pieces[:-1]] + pieces[-1:] * bool(pieces[-1])
 
 
-def _table(columns: list[Column], seen: Inspection, places: range, paint: Paint) -> list[str]:
+def _blocks(inspector: Inspector, seen: Inspection, places: range, paint: Paint) -> list[str]:
+    """The draft blocks that begin at these places."""
+    blocks_MK = seen.blocks_at(places)
+    if not len(blocks_MK):
+        return [f"no block begins at {interval(places)}"]
+    borders = ["block" if k == 0 else "" for _ in blocks_MK for k in range(blocks_MK.shape[1])]
+    lines = [paint(f"blocks that begin at {interval(places)}", "title")]
+    return lines + _table(block_table(inspector, seen, blocks_MK), ["document", *borders[1:]], paint)
+
+
+def _table(columns: list[Column], borders: list[str], paint: Paint) -> list[str]:
     """Groups of columns, parted by │; a line of ─ where a document begins, of ┄ where a block does."""
     groups = dict.fromkeys(column.group for column in columns)
     widths = {id(c): max(map(width, [c.name, *c.cells])) for c in columns}
@@ -88,10 +103,9 @@ def _table(columns: list[Column], seen: Inspection, places: range, paint: Paint)
         own = [c for c in columns if c.group == group]
         heads.append(group.ljust(sum(widths[id(c)] for c in own) + len(own) - 1))
     lines = [paint(" │ ".join(heads).rstrip(), "title"), line(lambda c: padded(c, c.name))]
-    rule, borders = "".join("│" if c == "│" else " " for c in " │ ".join(heads)), seen.borders()
-    for i, place in enumerate(places):
-        border = borders.get(place) if i else "document"
-        if border == "document" or (border and draws_blocks(seen)):
+    rule = "".join("│" if c == "│" else " " for c in " │ ".join(heads))
+    for i, border in enumerate(borders):
+        if border:
             stroke, cross = ("─", "┼") if border == "document" else ("┄", "│")
             lines.append(paint(rule.replace(" ", stroke).replace("│", cross), "block"))
         lines.append(line(lambda c, i=i: padded(c, c.cells[i], c.marks[i])))
@@ -100,43 +114,33 @@ def _table(columns: list[Column], seen: Inspection, places: range, paint: Paint)
 
 def _picture(inspector: Inspector, seen: Inspection, places: range, paint: Paint) -> list[str]:
     """A line a query, █ where it sees a key; ║ between streams, │ between documents, ┊ between blocks."""
-    if not places:
+    queries_M, keys_P, allowed_MP, sees_M = seen.picture(places)
+    if not len(queries_M):
         return []
-    rows_N, allowed_NN, sees_N = seen.picture(places)
-    parts = seen.parts()
-    wide, kinds = [draws_blocks(of) for _, of in parts], [of.borders() for _, of in parts]
-    streams, place_of = zip(*map(seen.locate, rows_N.tolist()), strict=True)
-
-    def border(n: int) -> str:
-        if n == 0:
-            return ""
-        if streams[n] != streams[n - 1]:
-            return "stream"
-        kind = kinds[streams[n]].get(place_of[n], "")
-        return kind if kind == "document" or wide[streams[n]] else ""
-
     strokes = {"": "", "stream": "║", "document": "│", "block": "┊"}
     strokes_between = {"stream": "═", "document": "─", "block": "┄"}
-    across = lambda cells: "".join(strokes[border(n)] + cell for n, cell in enumerate(cells))
-    names = [parts[stream][0] for stream in streams]
-    tokens = [visible_text(inspector.token(id)[0]) for id in seen.tokens_Q[rows_N].tolist()]
-    labels = [f"{name} {place}" for name, place in zip(names, place_of, strict=True)]
+    between = picture_borders(seen, keys_P)
+    across = lambda cells: "".join(strokes[kind] + cell for kind, cell in zip(between, cells, strict=False))
+    names = [seen.heading(row) for row in keys_P.tolist()]
+    digits = [seen.part(row)[1][-1] for row in keys_P.tolist()]
+    tokens = [visible_text(inspector.token(id)[0]) for id in seen.tokens_Q[queries_M].tolist()]
+    labels = [" ".join(seen.part(row)) for row in queries_M.tolist()]
     name_width, token_width = max(map(width, labels)), min(12, max(map(width, tokens)))
     margin = " " * (name_width + token_width + 2)
     said = f"who sees whom, {interval(places)}: a line is a query, █ the keys it sees, of all streams"
-    heads = [names[n] if n == 0 or streams[n] != streams[n - 1] else None for n in range(len(names))]
+    heads = [name if n == 0 or between[n] == "stream" else None for n, name in enumerate(names)]
     header = across(" " * len(names))
     for n, head in enumerate(heads):
         if head:
             at = len(across(" " * (n + 1))) - 1
             header = header[:at] + head + header[at + len(head) :]
-    lines = [paint(said, "title"), margin + header, margin + across([str(place % 10) for place in place_of])]
+    lines = [paint(said, "title"), margin + header, margin + across(digits)]
     lines[-1] += "  keys seen"
-    for n, label in enumerate(labels):
-        if border(n):
-            lines.append(margin + paint(strokes_between[border(n)] * len(across(" " * len(names))), "block"))
+    for n, (label, border) in enumerate(zip(labels, picture_borders(seen, queries_M), strict=True)):
+        if border:
+            lines.append(margin + paint(strokes_between[border] * len(across(" " * len(names))), "block"))
         token = tokens[n] if width(tokens[n]) <= token_width else tokens[n][: token_width - 1] + "…"
         space = " " * (token_width - width(token) + 1)
-        cells = ["█" if allowed else "·" for allowed in allowed_NN[n].tolist()]
-        lines.append(f"{label:<{name_width}} {token}{space}{across(cells)}  {sees_N[n]}")
+        cells = ["█" if allowed else "·" for allowed in allowed_MP[n].tolist()]
+        lines.append(f"{label:<{name_width}} {token}{space}{across(cells)}  {sees_M[n]}")
     return lines

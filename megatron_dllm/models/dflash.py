@@ -54,7 +54,7 @@ class DraftOfTarget(draft.DraftModel):
     def teacher_rows(self, places_N: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
         """[N, D] what the target's head reads at these places of the text, each in the sample that its row (numbered as
         above) is of. Collective over context-parallel ranks; once for each pass."""
-        last_SBD = whole_text(self.target.last(), self.pg_collection.cp)
+        last_SBD, self._last_SBD = whole_text(self._last_SBD, self.pg_collection.cp), None
         B = last_SBD.shape[1]
         return last_SBD.flatten(0, 1).index_select(0, places_N * B + rows_N % B)
 
@@ -76,9 +76,11 @@ class DraftOfTarget(draft.DraftModel):
         mine_BTA = attributes_BTA[:, : tokens_BT.shape[1]]  # every rank has as many context tokens as another
         S = self._context = int((mine_BTA[0, :, draft.STREAM] == draft.CONTEXT).sum())
         context_BSA = attributes_BTA.unflatten(1, (cp, -1))[:, :, :S].flatten(1, 2)
-        features_SBF = self.target.features(
-            tokens_BT[:, :S], position_ids_BT[:, :S], context_BSA[..., :NUM_ATTRIBUTES].contiguous()
-        )
+        context = tokens_BT[:, :S], position_ids_BT[:, :S], context_BSA[..., :NUM_ATTRIBUTES].contiguous()
+        if any(term.teacher_N is not None for term in (terms or {}).values()):
+            features_SBF, self._last_SBD = self.target.features(*context, last=True)
+        else:
+            features_SBF = self.target.features(*context)
         embeddings_QBD = self.target.embed(tokens_BT[:, S:])
         hidden = self.hidden_states(features_SBF, embeddings_QBD, position_ids_BT, attributes_BTA)
         if loss is not None:

@@ -5,6 +5,7 @@ It is a model of our own families, tensor-parallel like the draft (targets/megat
 no part of the draft's checkpoint, and of its hidden states only the chosen ones are kept.
 """
 
+import copy
 import os
 import sys
 from argparse import Namespace
@@ -147,6 +148,8 @@ def check(args: Namespace) -> None:
         raise ValueError(
             f"--dflash-target-layers {wrong[0]} does not exist: the target has {target.num_layers} layers, from 0 on."
         )
+    if args.num_experts is not None:
+        raise ValueError("a draft's layers are dense, whatever its target's are: leave out --num-experts.")
     if args.hidden_size != target.hidden_size:
         raise ValueError(
             f"--hidden-size {args.hidden_size} is not that of the target ({target.hidden_size}), whose head reads what "
@@ -161,6 +164,37 @@ def check(args: Namespace) -> None:
         hugging_face.check(args.dflash_target, args)
     if args.dflash_features is not None:
         offline.check(args)
+
+
+def check_experts(args: Namespace) -> int:
+    """How many experts a layer of the target has, for a run that shares them out among ranks; ValueError (one sentence)
+    if they cannot be."""
+    flag = f"--expert-model-parallel-size {args.expert_model_parallel_size} shares out the experts of the target, "
+    if args.dflash_features is not None:
+        raise ValueError(f"{flag}which does not run beside --dflash-features: leave it out.")
+    if backend_of(args) == TRANSFORMERS:
+        raise ValueError(
+            f"{flag}and --dflash-target-backend transformers has all of it on every rank: leave out one of them."
+        )
+    experts = getattr(describe(args.dflash_target).args, "num_experts", None)
+    if experts is None:
+        raise ValueError(f"{flag}but {args.dflash_target} has none: leave it out.")
+    if args.dflash_eval_interval is not None:
+        raise ValueError(
+            "--dflash-eval-interval decodes other prompts on every rank, in as many passes as they take, but passes "
+            "through experts that ranks share are joint: leave it out under expert parallelism."
+        )
+    return experts
+
+
+def draft_config(args: Namespace):
+    """Megatron's configuration of the draft, which is dense: experts, and the ranks that share them, are the
+    target's."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    own = copy.copy(args)
+    own.expert_model_parallel_size = 1
+    return core_transformer_config_from_args(own)
 
 
 def build(args: Namespace, pg_collection=None) -> Target:

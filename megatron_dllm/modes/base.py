@@ -18,7 +18,8 @@ A mode is a module in this folder with these names, always in this order (see `m
                                         candidates (generation/selection.py) to commit, and to which ids
 
 and, where a step's losses shape the next one, `TERMS`, their names, and `after_step(losses, args)`, which keeps what
-it learns in `args.dllm_state` (saved with the checkpoint).
+it learns in `args.dllm_state` (saved with the checkpoint); and where experts are not the trained model's own,
+`experts(args)`, the number that expert parallelism shares out.
 
 Shapes: B rows, S clean length, Q model length (S times the number of streams, and drafted blocks), A attributes.
 """

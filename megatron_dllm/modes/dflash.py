@@ -153,6 +153,13 @@ def _validate_layout(args) -> None:
         raise ValueError("a draft's context must not be normed in its layers: use --transformer-impl local.")
 
 
+def experts(args) -> int:
+    """How many the target has, for expert parallelism: the draft is dense. ValueError if they cannot be shared out."""
+    from megatron_dllm.models import target
+
+    return target.check_experts(args)
+
+
 def anchor_multiple(args) -> int:
     """What the number of a batch's blocks must be a multiple of: zigzag chunks of context parallelism are whole blocks,
     and each rank's are cut again by sequence parallelism."""

@@ -8,7 +8,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.hf_models import VOCABULARY
-from tests.parallel.families import LAYOUTS, Family, close
+from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS, Family, close
 from tests.parallel.hf import TRAIN, write_words
 
 DRAFT = "--dllm-mode dflash --num-layers 2 --dllm-block-size 4 --dflash-num-anchors 8 --cp-comm-type all_gather"
@@ -102,6 +102,29 @@ def test_objectives(drafts, objective, layout):
         assert ("kl loss" in report) == ("kl" in flags)
         for name in report.keys() & {"dllm loss", "kl loss", "draft accuracy", "accepted tokens a block"}:
             assert close(report[name], single[name])
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "layout"),
+    [
+        # of the chat samples some are longer than others, and some have no block that counts
+        ("llada2", "chat", "DP2 EP2"),
+        ("llada2", "chat", "TP2 SP EP2 ETP1"),
+        ("qwen3_moe", "text", "TP2 SP EP2 ETP2"),
+        ("qwen3_moe", "text", "CP2 EP2"),
+    ],
+)
+def test_experts_of_the_target_are_shared_out(drafts, target, kind, layout):
+    processes, flags = MIXTURE_OF_EXPERTS[layout]
+    family = drafts(target, kind, HEADS)
+    results = family.check(processes, f"{flags} --cp-comm-type all_gather")
+    shares = 2 * (2 if "ETP2" in layout else 1)
+    assert {result["target_experts"] * shares for result in results} == {family.reference["target_experts"]}
+
+
+def test_experts_and_the_distributed_optimizer(drafts):
+    flags = "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"
+    drafts("llada2", "chat", HEADS).check(2, flags, gradients=False)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

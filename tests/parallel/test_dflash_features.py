@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from tests.parallel.families import LAYOUTS, close
+from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS, close
 from tests.parallel.pool import CaseFailed
+from tests.parallel.test_dflash import HEADS
 from tests.parallel.test_dflash_targets import HYBRID, TRANSFORMERS, command, refused  # noqa: F401 (a fixture)
 
 EXACT = ("losses", "grad_norms", "reports", "evaluations")
@@ -61,6 +62,14 @@ def test_other_epochs_and_layouts(pool, command, cache):  # noqa: F811
         processes, flags = LAYOUTS[layout]
         offline = pool.run([*argv, *flags.split(), "--dflash-features", folder], processes)[-1]
         assert close(offline["losses"], online["losses"]) and close(offline["grad_norms"], online["grad_norms"])
+
+
+def test_experts_that_ranks_share(pool, command, cache):  # noqa: F811
+    key = ("llada2", "chat", HEADS)
+    processes, flags = MIXTURE_OF_EXPERTS["DP2 EP2"]
+    folder, _ = cache(processes, *key, flags)
+    (online,), (offline,) = (pool.run([*command(*key), *more], 1) for more in ([], ["--dflash-features", folder]))
+    assert close(offline["losses"], online["losses"]) and close(offline["grad_norms"], online["grad_norms"])
 
 
 def test_other_data(pool, command, cache, tmp_path):  # noqa: F811

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.hf_models import VOCABULARY
-from tests.parallel.families import LAYOUTS
+from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS
 from tests.parallel.hf import TRAIN, write_words
 from tests.parallel.pool import CaseFailed
-from tests.parallel.test_dflash import DRAFT
+from tests.parallel.test_dflash import DRAFT, HEADS
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,22 @@ def test_a_trained_draft_is_exported(pool, argv, trained, converter, tmp_path):
     starts = ["--init-from-hf"], ["--load", tmp_path / "imported"]
     first, second = (pool.run([*argv, "--hf-model", out, *flags])[-1]["losses"] for flags in starts)
     assert first == second
+
+
+def test_ranks_that_share_experts_of_the_target(pool, argv, converter, hf_folder, tmp_path):
+    """What they save is a draft like any other: another layout goes on with it, it is exported, and decodes."""
+    command = [*argv, "--dflash-target", hf_folder("llada2")[0], *HEADS.split(), "--train-iters", 3]
+    processes, flags = MIXTURE_OF_EXPERTS["DP2 EP2"]
+    run, out = tmp_path / "run", tmp_path / "out"
+    straight = pool.run([*command, *flags.split(), "--save", run, "--save-interval", 1], processes)[-1]
+    results = pool.run([*command, "--load", run, "--ckpt-step", 1], 1)
+    assert results[-1]["losses"] == pytest.approx(straight["losses"][1:], rel=1e-5)
+    converter.run("export", "--load", run, "--save", out)
+    assert "tokens: equal." in converter.run("check", "--hf-model", out, "--load", run)
+    configs = [dict(max_new_tokens=9), dict(max_new_tokens=9, mode="ar")]
+    case = dict(function="tests.parallel.sampling:write", plan=dict(path=str(run)), configs=configs)
+    drafted, alone = pool.run([], 1, **case, prompts=[[10, 20, 30]])[0]["ids"]
+    assert drafted == alone
 
 
 def test_a_target_may_be_a_run(pool, argv, trained, converter, hf_folder, tmp_path):

@@ -144,6 +144,9 @@ class Observation:
 
     def setup_model_and_optimizer(self, original, *args, **kwargs):
         out = original(*args, **kwargs)
+        if (target := getattr(unwrap_model(out[0][0]), "target", None)) is not None:
+            held = target.model.named_parameters()
+            self.result["target_experts"] = sum(x.numel() for name, x in held if ".experts." in name)
         if self.case.get("save_reference"):
             torch.save(naive_gradients(unwrap_model(out[0][0]), self.case["datasets"]), self.case["save_reference"])
         return out

@@ -15,6 +15,7 @@ from tests.parallel.hf import TRAIN, write_words
 
 DFLASH = "--dllm-mode dflash --num-layers 2 --dllm-block-size 4 --dflash-num-anchors 8 --cp-comm-type all_gather"
 TARGET = "--dflash-target {target}"
+EXPERTS = "--dflash-target {experts} --expert-model-parallel-size"
 
 # flags -> (processes, what the sentence must say)
 CASES = {
@@ -61,6 +62,15 @@ CASES = {
     f"{TARGET} --hf-model {{draft}} --num-layers 3": (1, "made for a target of 6 layers, and --dflash-target has 4"),
     f"{TARGET} --dllm-eps 0.1": (1, "--dllm-eps has no effect on --dllm-mode dflash"),
     f"{TARGET} --dflash-anchor-sampling random": (1, "invalid choice"),
+    f"{TARGET} --num-experts 4": (1, "a draft's layers are dense"),
+    f"{TARGET} --expert-model-parallel-size 2": (2, "shares out the experts of the target, but"),
+    f"{EXPERTS} 3 --global-batch-size 12": (3, "the target's 8 experts are not divisible by EP 3"),
+    f"{EXPERTS} 2": (1, "1 process(es) cannot be laid out as expert TP 1 x EP 2 x PP 1 = 2"),
+    f"{EXPERTS} 2 --tensor-model-parallel-size 2": (2, "2 process(es) cannot be laid out as expert TP 2 x EP 2"),
+    f"{EXPERTS} 2 --moe-token-dispatcher-type allgather": (2, "use --moe-token-dispatcher-type alltoall"),
+    f"{EXPERTS} 2 --dflash-target-backend transformers": (2, "has all of it on every rank: leave out one of them"),
+    f"{EXPERTS} 2 --dflash-features {{folder}}": (2, "which does not run beside --dflash-features: leave it out"),
+    f"{EXPERTS} 2 --dflash-eval-interval 5": (2, "leave it out under expert parallelism"),
 }
 
 
@@ -68,7 +78,8 @@ CASES = {
 def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("input")
     target, _ = make("qwen3", folder)
-    return dict(folder=folder, target=target, draft=make_draft(folder), data=write_words(folder))
+    experts, _ = make("qwen3_moe", folder)
+    return dict(folder=folder, target=target, experts=experts, draft=make_draft(folder), data=write_words(folder))
 
 
 def refused(argv: list[str], processes: int, monkeypatch, capsys) -> str:

@@ -10,8 +10,11 @@ from megatron_dllm.generation import load
 from megatron_dllm.models import target as targets
 from megatron_dllm.models.targets import hugging_face
 from megatron_dllm.models.targets.hugging_face import TransformersTarget
+from megatron_dllm.models.targets.megatron import MegatronTarget, causal
 from tests import drafts
 from tests.hf_models import HYBRID, SHAPE, VOCABULARY, make, randomize, write_tokenizer
+from tests.one_process import MOE, attributes_of, one_process, packed, small_config, small_model
+from tests.one_process import randomize as randomize_ours
 
 
 def model(kind: str, **changes):
@@ -58,6 +61,52 @@ def test_what_is_tried_out(kind, changes, packed, message):
     made = model(kind, **changes)
     with pytest.raises(ValueError, match=message):
         hugging_face._try(TransformersTarget(made, [1], packed), made, "it")
+
+
+def ran(layers) -> list[int]:
+    """A list that the numbers of the layers go to, as they run."""
+    found = []
+    for place, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, place=place: found.append(place))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("Qwen3", {}), ("NemotronH", HYBRID)])
+@pytest.mark.parametrize(("chosen", "deepest"), [([1, 0, 1], 1), ([0, 3], 3)])
+def test_transformers_runs_no_layer_that_is_not_read(kind, changes, chosen, deepest):
+    made = model(kind, **changes)
+    target = TransformersTarget(made, chosen, packed=False)
+    tokens_BS = torch.arange(4, 26).view(2, 11)
+    places = ran(hugging_face._layers(target._body))
+    found = target.run(tokens_BS, None, None)
+    assert places == list(range(deepest + 1))
+    whole, last = target.run(tokens_BS, None, None, last=True)
+    assert places[deepest + 1 :] == [0, 1, 2, 3]
+    assert torch.equal(found, whole) and torch.equal(found, target.run(tokens_BS, None, None))
+    logits = torch.nn.functional.linear(last.transpose(0, 1), made.get_output_embeddings().weight)
+    torch.testing.assert_close(logits, made(input_ids=tokens_BS).logits)
+
+
+@pytest.mark.parametrize("experts", [{}, MOE])
+@pytest.mark.parametrize(("chosen", "deepest"), [([1, 0, 1], 1), ([0, 3], 3)])
+def test_ours_runs_no_layer_that_is_not_read(experts, chosen, deepest):
+    with one_process():
+        made = small_model(small_config(num_layers=4, **experts), rule=causal)
+        randomize_ours(made)
+        target = MegatronTarget(made, chosen)
+        documents_BQ, positions_BQ = packed([[5, 4, 3], [10]], 12)
+        inputs = torch.arange(24).view(2, 12), positions_BQ, attributes_of(documents_BQ, positions_BQ)
+        places = ran(made.decoder.layers)
+        found = target.features(*inputs)
+        assert places == list(range(deepest + 1))
+        whole, last = target.features(*inputs, last=True)
+        assert places[deepest + 1 :] == [0, 1, 2, 3]
+        assert found.shape == (12, 2, 40 * len(chosen)) and torch.equal(found, whole)
+        with torch.no_grad():
+            logits = made.logits(last.flatten(0, 1)).view(12, 2, -1).transpose(0, 1)
+            assert torch.equal(logits, made(*inputs))  # the model itself is whole
+        assert set(target._outputs) == {*chosen, 3} and target.taken().equal(whole)
+        assert torch.equal(target.features(*inputs), found)
 
 
 def run(path, **changes):

@@ -218,8 +218,8 @@ def test_pictures_are_the_rule_element_by_element(inspector, data, command, kind
         seen = inspect(index)
         places = seen.clip(places.start, places.stop)
         rows = [stream * len(seen) + place for stream in range(len(seen.streams)) for place in places]
-        rows_N, allowed_NN, sees_N = seen.picture(places)
-        assert rows_N.tolist() == rows
+        rows_N, keys_N, allowed_NN, sees_N = seen.picture(places)
+        assert rows_N.tolist() == keys_N.tolist() == rows
         a = seen.attributes_QA
         expected = [[visible(a[q], a[k]).item() for k in rows] for q in rows]
         assert allowed_NN.tolist() == expected

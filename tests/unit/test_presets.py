@@ -11,6 +11,7 @@ from megatron_dllm.arguments import read_command_line
 from megatron_dllm.conversion.defaults import folder_defaults
 from megatron_dllm.models import get_family
 from megatron_dllm.models.weights import expert_layers, megatron_shapes
+from megatron_dllm.modes import MODES
 from megatron_dllm.presets import PRESETS, Released, get_preset
 
 RELEASED = [name for name, preset in PRESETS.items() if isinstance(preset, Released)]
@@ -80,7 +81,7 @@ def test_parameters(name):
 
 def test_names_say_the_size():
     for name in RELEASED:
-        size = name.removesuffix("-a3b").rpartition("-")[2]
+        size = name.removesuffix("-a3b").removesuffix("-a4b").rpartition("-")[2]
         if size[-1] in "bm":
             wanted = float(size[:-1]) * (1e9 if size[-1] == "b" else 1e6)
             rounding = 0.5 if size == "3b" else 0.09  # Nemotron's 3B has a head of its own: 3.8
@@ -100,15 +101,19 @@ def command(monkeypatch, *argv):
 def test_a_command_with_it_passes_the_checks(tmp_path, monkeypatch, name):
     preset = get_preset(name)
     family = get_family(preset["dllm_family"]) if "dllm_family" in preset else None
-    more = ["--dllm-mode", family.mode if family and family.mode else "mdlm"]
+    mode = family.mode if family and family.mode else "mdlm"
+    mode = "block_diffusion" if preset.get("dllm_architecture") else mode
+    more = ["--dllm-mode", mode]
+    if mode == "block_diffusion":
+        more += ["--no-block-diffusion-eos-fill"]  # the tokenizer of this test has no EOS
     if family is None:
         more += ["--vocab-size", "259"]
-    if family is None or family.mask_token_id is None:
+    if MODES[mode].NEEDS_MASK_TOKEN and (family is None or family.mask_token_id is None):
         more += ["--dllm-mask-token-id", "5"]
     args = command(monkeypatch, "--model-preset", name, *more)
     if family is None:
         return
-    assert args.dllm_mask_token_id == (family.mask_token_id or 5)
+    assert args.dllm_mask_token_id == (family.mask_token_id or 5 if MODES[mode].NEEDS_MASK_TOKEN else None)
     assert args.dllm_family == family.name and sum(expert_layers(args)) in (0, args.num_layers, args.num_layers - 1)
     assert all(getattr(args, key) == value for key, value in family.suggested.items())
     config = family.write(args) | dict(mask_token_id=args.dllm_mask_token_id)  # as in an exported folder

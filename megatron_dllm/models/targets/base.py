@@ -3,8 +3,6 @@
 Shapes: S tokens of the context (this rank's under context parallelism), F features (chosen layers times width).
 """
 
-from argparse import Namespace
-
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -22,20 +20,16 @@ class Target:
 
     model: torch.nn.Module
     decodes = True
-    _last_SBD: torch.Tensor | None = None
 
     def features(
-        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor
-    ) -> torch.Tensor:
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor, last: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[S, B, F] hidden states of the layers side by side, of this rank's part of the sequence (attributes: of all
-        of it, like a DiffusionLM's)."""
-        raise NotImplementedError
+        of it, like a DiffusionLM's). Layers after the last one that is read are not run.
 
-    def last(self) -> torch.Tensor:
-        """[S, B, D] what the head reads (after the final norm), of the pass that `features` has just made, of this
-        rank's part; once, and of targets that were built to keep it (`keeps_last`)."""
-        last_SBD, self._last_SBD = self._last_SBD, None
-        return last_SBD
+        last: also [S, B, D], what the head makes logits of (the final norm's output), for which all layers are run.
+        """
+        raise NotImplementedError
 
     @torch.no_grad()
     def embed(self, tokens_BQ: torch.Tensor) -> torch.Tensor:
@@ -46,11 +40,6 @@ class Target:
         """Embedding and head, [V, D] each without padding; no head if it is the embedding. Collective over
         tensor-parallel ranks."""
         raise NotImplementedError
-
-
-def keeps_last(args: Namespace) -> bool:
-    """Whether a run distils: then it needs the target's own predictions."""
-    return bool(getattr(args, "dflash_kl_weight", 0))  # drafts of before there was a choice have none
 
 
 class Ends(torch.nn.Module):

@@ -16,7 +16,7 @@ from argparse import Namespace
 import torch
 from megatron.training.arguments import core_transformer_config_from_args
 
-from megatron_dllm.models.targets.base import Ends, Target, Whole, all_rows, keeps_last
+from megatron_dllm.models.targets.base import Ends, Target, Whole, all_rows
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATELESS = _ATTENTION | {"mlp", "moe", "dense", "sparse"}  # kinds of layers that remember nothing but keys and values
@@ -141,7 +141,7 @@ def build(args: Namespace, path: str, pg_collection=None) -> "TransformersTarget
             f"the head of {path} has a bias, which the draft's cross entropy does not add: drafts cannot be trained "
             "for it."
         )
-    target = TransformersTarget(model, args.dflash_target_layers, packs(args), keeps_last(args))
+    target = TransformersTarget(model, args.dflash_target_layers, packs(args))
     _try(target, model, path)
     table = embedding.weight
     if type(embedding) is not torch.nn.Embedding:  # one that scales what it looks up
@@ -153,9 +153,13 @@ def build(args: Namespace, path: str, pg_collection=None) -> "TransformersTarget
     return target
 
 
+class _Enough(Exception):
+    """Leaves a pass after the last layer that is read: of a class that is not ours, its loop cannot be cut short."""
+
+
 class TransformersTarget(Target):
     """model: of a transformers class for causal language models, of which only what makes hidden states is kept (its
-    ends become `self.model`); layers, keeps_last: as in a MegatronTarget.
+    ends become `self.model`); layers: as in a MegatronTarget.
 
     packed: whether a sequence may hold several documents, which are then kept apart by a mask and positions that begin
     anew; otherwise the class is left to be causal by itself, and padding, which comes last, is seen by nothing.
@@ -163,28 +167,29 @@ class TransformersTarget(Target):
 
     decodes = False
 
-    def __init__(self, model: torch.nn.Module, layers: list[int], packed: bool, keeps_last: bool = False):
+    def __init__(self, model: torch.nn.Module, layers: list[int], packed: bool):
         self._body, self._chosen, self._packed = _body(model), layers, packed
         self._outputs: dict[int, torch.Tensor] = {}
         stack = _layers(self._body)
         for place in set(layers) - {len(stack) - 1}:
             stack[place].register_forward_hook(self._note(place))
-        self._final, self._keeps_last = len(stack) - 1, keeps_last
+        self._last = len(stack) - 1
+        self._enough: int | None = None  # the layer that the pass being made ends with; None: all of them
 
     def _note(self, place: int):
         def hook(module, arguments, output):
             self._outputs[place] = output[0] if isinstance(output, tuple) else output
+            if place == self._enough:
+                raise _Enough
 
         return hook
 
     def features(
-        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor
-    ) -> torch.Tensor:
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor, last: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         whole = Whole(tokens_BS, attributes_BSA, self.model.pg_collection.cp)
-        features_SBF = whole.own(self.run(whole.tokens_BS, whole.position_ids_BS, whole.document_BS))
-        if self._keeps_last:
-            self._last_SBD = whole.own(self._last_SBD)
-        return features_SBF
+        found = self.run(whole.tokens_BS, whole.position_ids_BS, whole.document_BS, last)
+        return tuple(whole.own(x) for x in found) if last else whole.own(found)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         ends = self.model
@@ -192,17 +197,26 @@ class TransformersTarget(Target):
         return ends.table_VD, head_VD
 
     @torch.no_grad()
-    def run(self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, document_BS: torch.Tensor) -> torch.Tensor:
-        """[S, B, F] of whole sequences."""
+    def run(
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, document_BS: torch.Tensor, last: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`features` of whole sequences."""
         options = {}
         if self._packed:
             options = dict(attention_mask=_apart(document_BS, self._dtype), position_ids=position_ids_BS)
-        out = self._body(input_ids=tokens_BS, use_cache=False, return_dict=True, **options)
-        self._outputs[self._final] = out.last_hidden_state
-        self._last_SBD = out.last_hidden_state.transpose(0, 1) if self._keeps_last else None
+        self._enough = None if last else max(self._chosen)
+        try:
+            out = self._body(input_ids=tokens_BS, use_cache=False, return_dict=True, **options)
+            self._outputs[self._last] = out.last_hidden_state
+        except _Enough:
+            pass
+        finally:
+            self._enough = None
         features_BSF = torch.cat([self._outputs[place] for place in self._chosen], dim=-1)
+        features_SBF = features_BSF.transpose(0, 1).contiguous()
+        last_BSD = self._outputs.get(self._last)
         self._outputs.clear()
-        return features_BSF.transpose(0, 1).contiguous()
+        return (features_SBF, last_BSD.transpose(0, 1).contiguous()) if last else features_SBF
 
     @property
     def _dtype(self) -> torch.dtype:

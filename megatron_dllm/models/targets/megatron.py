@@ -8,7 +8,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_dllm.models.dlm import DiffusionLM
 from megatron_dllm.models.family import PLAIN
-from megatron_dllm.models.targets.base import Target, all_rows, keeps_last
+from megatron_dllm.models.targets.base import Target, all_rows
 from megatron_dllm.modes.base import DOCUMENT, POSITION
 
 # What the target has of its own; everything else about how it is computed is the run's.
@@ -55,20 +55,31 @@ def build(args: Namespace, described, pg_collection=None) -> "MegatronTarget":
         load_into(model, Source(described.folder, get_family(described.args.dllm_family), own), args.seed)
     else:
         read_weights(model, described.checkpoint)
-    return MegatronTarget(model.to(config.params_dtype).cuda(), args.dflash_target_layers, keeps_last(args))
+    return MegatronTarget(model.to(config.params_dtype).cuda(), args.dflash_target_layers)
+
+
+def _first_layers(model: DiffusionLM, count: int) -> DiffusionLM:
+    """The model's embedding and its first layers, the very same modules: as a pipeline stage that another follows."""
+    front, decoder = (copy.copy(module) for module in (model, model.decoder))
+    for module in (front, decoder):
+        module._modules = dict(module._modules)  # else the copy's are the original's
+    decoder.layers, decoder.final_layernorm = decoder.layers[:count], None
+    front.decoder, front.post_process = decoder, False
+    return front
 
 
 class MegatronTarget(Target):
-    """layers: whose outputs `features` returns, counted from 0, in this order; keeps_last: whether there is `last`."""
+    """layers: whose outputs `features` returns, counted from 0, in this order."""
 
-    def __init__(self, model: DiffusionLM, layers: list[int], keeps_last: bool = False):
+    def __init__(self, model: DiffusionLM, layers: list[int]):
         self.model, self._layers = model.eval().requires_grad_(False), layers
         self._outputs: dict[int, torch.Tensor] = {}
-        self._final, self._keeps_last = len(model.decoder.layers) - 1, keeps_last
-        for place in {*layers, self._final} if keeps_last else set(layers):
+        self._end = len(model.decoder.layers) - 1
+        for place in {*layers, self._end}:
             # after the last one comes the final norm, as in transformers' hidden_states, which drafts are trained on
-            module = model.decoder.final_layernorm if place == self._final else model.decoder.layers[place]
+            module = model.decoder.final_layernorm if place == self._end else model.decoder.layers[place]
             module.register_forward_hook(self._note(place))
+        self._front = None if self._end in layers else _first_layers(model, max(layers) + 1)
 
     def _note(self, place: int):
         def hook(module, arguments, output):
@@ -78,15 +89,18 @@ class MegatronTarget(Target):
 
     @torch.no_grad()
     def features(
-        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor
-    ) -> torch.Tensor:
-        self.model(tokens_BS, position_ids_BS, attributes_BSA, rows_N=tokens_BS.new_zeros(0))
-        return self.taken()
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor, last: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if last or self._front is None:
+            self.model(tokens_BS, position_ids_BS, attributes_BSA, rows_N=tokens_BS.new_zeros(0))
+        else:
+            self._front(tokens_BS, position_ids_BS, attributes_BSA)
+        last_SBD = self._outputs.get(self._end)
+        return (self.taken(), last_SBD) if last else self.taken()
 
     def taken(self) -> torch.Tensor:
         """[S, B, F] of the pass that has just been made; once."""
         features_SBF = torch.cat([self._outputs[place] for place in self._layers], dim=-1)
-        self._last_SBD = self._outputs[self._final] if self._keeps_last else None
         self._outputs.clear()
         return features_SBF
 

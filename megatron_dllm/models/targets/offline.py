@@ -146,9 +146,12 @@ class OfflineTarget(Target):
 
     @torch.no_grad()
     def features(
-        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor, attributes_BSA: torch.Tensor, last: bool = False
     ) -> torch.Tensor:
-        """Zeros at padding, which is seen by nothing. Raises ValueError (one sentence) for an unknown sample."""
+        """Zeros at padding, which is seen by nothing. Raises ValueError (one sentence) for an unknown sample, and for
+        `last`, which is not written."""
+        if last:
+            raise ValueError(f"{self._store.path} holds no last hidden states: leave out --dflash-features.")
         whole = Whole(tokens_BS, attributes_BSA, self.model.pg_collection.cp)
         B, S = whole.tokens_BS.shape
         device = tokens_BS.device
