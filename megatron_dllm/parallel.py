@@ -6,11 +6,11 @@ keeps its slice of the sequence (context parallelism) and the rows that some los
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron_dllm.modes.base import DOCUMENT, ModelInput
+from megatron_dllm.modes.base import BLOCK, DOCUMENT, ModelInput
 
 
 @dataclass
@@ -54,7 +54,8 @@ class RankBatch:
     tokens: dict[str, float]
     index: list[int]
     canvas_rows: int = 0  # of the rows that are a mode's canvases, how many are this rank's; the last ones
-    soft: tuple[torch.Tensor, torch.Tensor] | None = None  # what an earlier pass made of them (self_conditioning.py)
+    first: "RankBatch | None" = None  # as much of it as a first pass needs (self_conditioning.py)
+    soft: tuple[torch.Tensor, torch.Tensor] | None = None  # what that pass made of the canvases
     digest: int = 0
     denominators: dict[str, float] = field(default_factory=dict)
     microbatches: int = 1
@@ -124,6 +125,39 @@ def shard(batch: ModelInput, index: list[int], cp_size: int, cp_rank: int, full_
         index=index,
         canvas_rows=batch.drafted // cp_size,
         self_conditioned_B=batch.self_conditioned_B,
+    )
+
+
+def first_pass_input(batch: ModelInput, args) -> ModelInput | None:
+    """What the first of two passes must see (self_conditioning.py): rows whose coin is on, their canvases, and of the
+    text only what comes before the last of these; nothing is scored. None if no coin is on.
+
+    Whole where lengths or rows must be those of the step: a pipeline that exchanges tensors of one shape, experts that
+    exchange as many tokens as others.
+    """
+    if batch.self_conditioned_B is None or not batch.self_conditioned_B.any():
+        return None
+    gathers = args.expert_model_parallel_size > 1 and args.moe_token_dispatcher_type != "alltoall"
+    if gathers or (args.pipeline_model_parallel_size > 1 and not args.dllm_variable_lengths):
+        return replace(batch, terms={})
+    Q = batch.tokens_BQ.shape[1]
+    rows, S = batch.self_conditioned_B.nonzero()[:, 0], Q - batch.drafted
+    text, canvas = batch.attributes_BQA[rows][:, :S], batch.attributes_BQA[rows][:, S:]
+    last_B = canvas[..., BLOCK].masked_fill(canvas[..., DOCUMENT] < 0, 0).amax(1)
+    seen_BS = (text[..., BLOCK] < last_B[:, None]) & (text[..., DOCUMENT] >= 0)
+    needed = int((seen_BS * torch.arange(1, S + 1)).max())
+    multiple = args.dllm_length_multiple
+    length = min(S, max(1, -(-needed // multiple)) * multiple)
+    columns = torch.cat([torch.arange(length), torch.arange(S, Q)])
+    pick = lambda tensor: tensor[rows][:, columns]
+    return replace(
+        batch,
+        tokens_BQ=pick(batch.tokens_BQ),
+        position_ids_BQ=pick(batch.position_ids_BQ),
+        attributes_BQA=pick(batch.attributes_BQA),
+        self_conditioned_B=batch.self_conditioned_B[rows],
+        noised_BD=None,
+        terms={},
     )
 
 

@@ -6,6 +6,9 @@ forward only, the micro-batches of the step in which some coin is on; what comes
 states of canvas rows, goes to the first stage; then the step as it would be without. (A schedule inside of a schedule
 would deadlock, or mix up stages' tensors.)
 
+A first pass is cheaper than the second: it needs the samples whose coin is on, their canvases, the text before these,
+and no head. That is `first` of a RankBatch (parallel.first_pass_input).
+
 Coins are a function of (seed, sample index), so model-parallel peers agree on the micro-batches. Data-parallel ranks
 hold other samples; where a pass is collective among them too (experts are exchanged, parameters are gathered as they
 are needed), they agree by one small reduction a step.
@@ -91,17 +94,36 @@ def _first_pass(schedule, chunks: list[list[RankBatch]], wanted: list[int], opti
         if last and not first:
             dist.send(states[place], mpu.get_pipeline_model_parallel_first_rank(), group=group)
         elif first and not last:
-            shape = (batch.canvas_rows, len(batch.tokens_BQ), get_args().hidden_size)
+            shape = (batch.canvas_rows, len((batch.first or batch).tokens_BQ), get_args().hidden_size)
             received = torch.empty(shape, dtype=get_args().params_dtype, device=torch.cuda.current_device())
             dist.recv(received, mpu.get_pipeline_model_parallel_last_rank(), group=group)
-            batch.soft = received, batch.self_conditioned_B
+            batch.soft = _known(received, batch)
         elif first:
-            batch.soft = states[place], batch.self_conditioned_B
+            batch.soft = _known(states[place], batch)
+
+
+def _known(states_CbD: torch.Tensor, batch: RankBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(states of the samples whose coin is on, which these are), of a pass that saw these samples or all of them."""
+    rows = batch.self_conditioned_B.nonzero()[:, 0]
+    if not len(rows):  # the pass was for others' sake
+        return None
+    return (states_CbD if states_CbD.shape[1] == len(rows) else states_CbD[:, rows]), rows
+
+
+@torch.no_grad()
+def first_pass_of_one_process(model, batch: RankBatch):
+    """`soft` for `model(...)` of one micro-batch without a schedule: for tools. None if no coin is on."""
+    if not batch.self_conditioned_B.any():
+        return None
+    first = batch.first
+    inputs = first.tokens_BQ, first.position_ids_BQ, first.attributes_BQA
+    return _known(model(*inputs, canvas_rows=first.canvas_rows), batch)
 
 
 def _forward_step(iterator, model):
     """One micro-batch through this stage, for the hidden states of its canvas rows."""
-    batch: RankBatch = next(iterator).to(torch.cuda.current_device())
+    batch: RankBatch = next(iterator)
+    batch = (batch.first or batch).to(torch.cuda.current_device())
     output = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, canvas_rows=batch.canvas_rows)
     dtype = get_args().params_dtype
     return output, lambda output, non_loss_data: output.to(dtype).contiguous()

@@ -28,6 +28,7 @@ import types
 from pathlib import Path
 
 import benchmark_dflash
+import benchmark_gemma
 import benchmark_generate
 
 BATCHES = 4  # different ones, taken in turn: the share of scored rows varies with the noise level
@@ -47,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="generate: answers of each side.")
     parser.add_argument("--no-cache", dest="cache", action="store_false", help="generate: without our cache.")
     parser.add_argument("--document-length", type=int, default=None, help="attention: pack documents of this length.")
-    parser.add_argument("--mode", choices=["mdlm", "bd3lm", "hybrid", "idlm", "dflash"], default="mdlm")
+    parser.add_argument("--mode", choices=["mdlm", "bd3lm", "hybrid", "idlm", "dflash", "block_diffusion"], default="mdlm")
     parser.add_argument("--block-size", type=int, default=32, help="Of the modes that have blocks.")
     parser.add_argument("--draft-layers", type=int, default=5, help="dflash: of the draft; released ones have 5.")
     parser.add_argument("--anchors", type=int, default=32, help="dflash: blocks of a sequence.")
@@ -240,6 +241,9 @@ def train(options) -> int:
         if options.mode == "dflash":
             benchmark_dflash.write_target(options, Path(folder))
             sides = dict(ours=benchmark_dflash.ours, usual=benchmark_dflash.usual)
+        if options.mode == "block_diffusion":
+            benchmark_gemma.write_model(options, Path(folder))
+            sides = dict(ours=benchmark_gemma.ours, usual=benchmark_gemma.usual)
         for name, build in sides.items():
             pipes[name], there = context.Pipe()
             processes.append(context.Process(target=side, args=(build, options, Path(folder), there), daemon=True))

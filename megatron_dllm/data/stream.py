@@ -21,7 +21,7 @@ from megatron_dllm.data.collation import pad_sample
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import ModelInput
 from megatron_dllm.noise import Draws, ValidationDraws
-from megatron_dllm.parallel import RankBatch, digest, shard
+from megatron_dllm.parallel import RankBatch, digest, first_pass_input, shard
 
 _ENDLESS = 10**15  # the sample stream has no end: data sets repeat themselves by epochs
 
@@ -67,6 +67,8 @@ class Collate:
         batch = self.layout(samples)
         index = [c.sample.index for c in samples]
         rank_batch = shard(batch, index, self.cp_size, self.cp_rank, mode.FULL_WITHIN_DOCUMENT)
+        if (needed := first_pass_input(batch, args)) is not None:
+            rank_batch.first = shard(needed, index, self.cp_size, self.cp_rank, full_within_document=False)
         if args.dllm_verify_peers:
             rank_batch.digest = digest(batch, index)
         return rank_batch

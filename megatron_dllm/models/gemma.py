@@ -72,31 +72,32 @@ class DiffusionGemma(DiffusionLM):
         return gemma_layers.layers_spec(self.config, self._shape, rule, backend, vp_stage)
 
     def embed(self, tokens_BQ, position_ids_BQ, attributes_BQA, soft=None):
-        """soft: (hidden_CBD of an earlier pass, known_B bool: of which rows it may be known); None: of none."""
+        """soft: (hidden_CbD of an earlier pass, which rows of the batch these are [b]); None: nothing is known."""
         table_VD = self.embedding.word_embeddings.weight
         scale = torch.tensor(self.config.hidden_size**0.5, dtype=torch.float32).to(table_VD.dtype)  # rounded, as theirs
         embedded = self.embedding(input_ids=tokens_BQ, position_ids=position_ids_BQ) * scale
         if soft is None:
             signal = torch.zeros_like(embedded)
         else:
-            signal = self._soft_embeddings(*soft, scale.item(), tokens_BQ.shape[1])
+            signal = self._soft_embeddings(*soft, scale.item(), *tokens_BQ.shape)
         stream_QB1 = own_rows(attributes_BQA, self.config, self.pg_collection)[..., STREAM, None]
         # of all rows, also clean ones: under sequence parallelism canvas rows are no slice, and this is one MLP
         return torch.where((stream_QB1 == CLEAN).contiguous(), embedded, self.self_conditioning(embedded, signal))
 
-    def _soft_embeddings(self, hidden_CBD, known_B, scale: float, length: int) -> torch.Tensor:
+    def _soft_embeddings(self, hidden_CbD, rows_b, scale: float, B: int, length: int) -> torch.Tensor:
         """[Q, B, D] (a shard under sequence parallelism), zero where nothing is known."""
         tp = self.pg_collection.tp
         partial_ND = SoftEmbedding.apply(
-            hidden_CBD.flatten(0, 1),
+            hidden_CbD.flatten(0, 1),
             self.embedding.word_embeddings.weight,
             self.true_vocab_size,
             self._shape.softcap,
             tp,
             HEAD_CHUNK_ROWS,
         )
-        partial_CBD = partial_ND.view_as(hidden_CBD) * scale * known_B[:, None].to(partial_ND.dtype)
-        partial_QBD = torch.nn.functional.pad(partial_CBD, (0, 0, 0, 0, length - len(hidden_CBD), 0))
+        partial_CbD = partial_ND.view_as(hidden_CbD) * scale
+        partial_QBD = partial_CbD.new_zeros(length, B, partial_CbD.shape[2])
+        partial_QBD[length - len(hidden_CbD) :].index_copy_(1, rows_b, partial_CbD)
         if self.config.sequence_parallel:
             return tensor_parallel.reduce_scatter_to_sequence_parallel_region(partial_QBD, group=tp)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(partial_QBD, group=tp)

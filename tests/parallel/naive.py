@@ -31,7 +31,7 @@ def naive_logits(model, batch, args) -> torch.Tensor:
         table_VD = model.embedding.word_embeddings.weight[: args.vocab_size]
         soft_BQD = first_BQV.softmax(-1) @ table_VD * args.hidden_size**0.5 * known_BQ1
         model._soft_embeddings = lambda *unused: soft_BQD.transpose(0, 1)
-        soft = dict(soft=(None, None))
+        soft = dict(soft=(None, None))  # no one looks at it
     try:
         return model(*inputs, **soft)[..., : args.vocab_size]
     finally:

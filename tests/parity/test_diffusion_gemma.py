@@ -82,7 +82,8 @@ def run(model, data, conditioned: bool):
             handle = model.decoder.register_forward_hook(lambda module, arguments, out: states.append(out))
             model(*inputs)
             handle.remove()
-        soft = model.canvas_states(states[0], gemma.K), data.known_B
+        rows = data.known_B.nonzero()[:, 0]
+        soft = model.canvas_states(states[0], gemma.K)[:, rows], rows
     logits_BQV = model(*inputs, soft=soft)[..., : gemma.VOCABULARY]
     diffusion, causal = [], []
     for b in range(len(data.prompts_B)):
