@@ -31,6 +31,7 @@ import benchmark_dflash
 import benchmark_gemma
 import benchmark_generate
 
+MODES = ["mdlm", "bd3lm", "hybrid", "idlm", "dflash", "block_diffusion"]
 BATCHES = 4  # different ones, taken in turn: the share of scored rows varies with the noise level
 TOLERANCE = 1e-4  # relative, of loss and gradient norm between the two sides, in fp32
 
@@ -48,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="generate: answers of each side.")
     parser.add_argument("--no-cache", dest="cache", action="store_false", help="generate: without our cache.")
     parser.add_argument("--document-length", type=int, default=None, help="attention: pack documents of this length.")
-    parser.add_argument("--mode", choices=["mdlm", "bd3lm", "hybrid", "idlm", "dflash", "block_diffusion"], default="mdlm")
+    parser.add_argument("--mode", choices=MODES, default="mdlm")
     parser.add_argument("--block-size", type=int, default=32, help="Of the modes that have blocks.")
     parser.add_argument("--draft-layers", type=int, default=5, help="dflash: of the draft; released ones have 5.")
     parser.add_argument("--anchors", type=int, default=32, help="dflash: blocks of a sequence.")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dllm.modes import MODES
+from tests.gemma import make_folder
 from tests.hf_models import make
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +93,12 @@ def target(tmp_path_factory):
     return make("qwen3", tmp_path_factory.mktemp("target"), shape=dict(max_position_embeddings=4096))[0]
 
 
+@pytest.fixture(scope="module")
+def encoder_and_canvas(tmp_path_factory):
+    """A folder with a DiffusionGemma."""
+    return make_folder(str(tmp_path_factory.mktemp("gemma") / "hf"), max_position_embeddings=4096)
+
+
 def recorder(folder: Path):
     """What runs a script, with the recording torchrun of `folder` on PATH, and lists the recorded calls."""
     stub = folder / "bin" / "torchrun"
@@ -121,12 +128,12 @@ def case(call: list[str], tokenizer_of: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def refusals(tokenizers, target, tmp_path_factory):
+def refusals(tokenizers, target, encoder_and_canvas, tmp_path_factory):
     """{launch script: why its command is refused, or None}"""
     cases = []
     for script in LAUNCHERS:
         folder = tmp_path_factory.mktemp(script.parent.name)
-        environment = dict(CHAT=str(folder / "chat.jsonl"), TARGET=target, MASK_TOKEN="2")
+        environment = dict(CHAT=str(folder / "chat.jsonl"), TARGET=target, MASK_TOKEN="2", MODEL=encoder_and_canvas)
         cases.append(case(recorder(folder)(["bash", str(script)], **environment)[-1], tokenizers))
     return dict(zip(LAUNCHERS, parse(cases), strict=True))
 
