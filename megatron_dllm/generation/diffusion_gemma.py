@@ -15,8 +15,8 @@ N steps, or when argmax p was the same in the `--stability-threshold` steps befo
 `--confidence-threshold`. What stands then is argmax p, and before that it is what is shown as written.
 
 As in transformers 5.24 (DiffusionGemmaForBlockDiffusion.generate), which we differ from where its rows do not end
-together: here each row has its own time. The answer's length need not be a multiple of K: the rest of the last canvas is
-dropped. A canvas is shorter only where the model has no more positions.
+together: here each row has its own time. The answer's length need not be a multiple of K: the rest of the last canvas
+is dropped. A canvas is shorter only where the model has no more positions.
 
 Shapes: C places of a canvas, V vocabulary.
 """
@@ -107,7 +107,7 @@ class DenoisedRow(Row):
     def _is_stable(self, best_C: torch.Tensor) -> bool:
         """Whether the steps before had the same; of the whole canvas, also of what the answer has no room for."""
         needed = self.config.stability_threshold
-        before = self._best[len(self._best) - needed :]
+        before = self._best[max(0, len(self._best) - needed) :]
         self._best = [*before, best_C]
         return len(before) == needed and all(torch.equal(one, best_C) for one in before)
 

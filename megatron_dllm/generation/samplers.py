@@ -18,14 +18,19 @@ _STEPS = {"steps", "steps_per_block", "remasking", "threshold", "stop_at_eos"}
 @dataclass(frozen=True)
 class Sampler:
     """rows: kind of row by `--mode`, the first is the default (None: it has no modes); trained: with which --dllm-mode;
-    options: what it reads of a GenerationConfig, beyond what all do; causal: it continues at least one token; ladder: its
-    temperature falls from step to step, and nothing else says what is drawn."""
+    options: what it reads of a GenerationConfig, beyond what all do; causal: it continues at least one token;
+    ladder: its temperature falls from step to step, and nothing else says what is drawn."""
 
     rows: dict[str | None, type[Row]]
     trained: tuple[str, ...]
     options: frozenset[str] | set[str]
     causal: bool = False
     ladder: bool = False
+
+    @property
+    def reads(self) -> set[str]:
+        """Of a GenerationConfig."""
+        return (_ALWAYS - _DRAWING if self.ladder else _ALWAYS) | self.options
 
 
 SAMPLERS = {
@@ -67,8 +72,15 @@ SAMPLERS = {
     ),
 }
 _OF_DIFFUSION = {"steps", "steps_per_block", "remasking", "threshold"}  # what the other modes of a causal model ignore
-_DEFAULTS = dict(mdlm="llada", scdd="scdd", bd3lm="llada2", hybrid="nemotron", idlm="idlm", dflash="dflash")
-_DEFAULTS["block_diffusion"] = "diffusion_gemma"
+_DEFAULTS = dict(
+    mdlm="llada",
+    scdd="scdd",
+    bd3lm="llada2",
+    hybrid="nemotron",
+    idlm="idlm",
+    dflash="dflash",
+    block_diffusion="diffusion_gemma",
+)
 
 
 def sampler_name(args: Namespace, config: GenerationConfig) -> str:
@@ -112,14 +124,13 @@ def check_sampler(args: Namespace, config: GenerationConfig, tokenizer: Tokenize
         raise ValueError("--gap-length is the length of a [MASK] of --infill: give that too, or leave it out.")
     for field in fields(config):
         given = getattr(config, field.name) != field.default
-        if given and sampler.ladder and field.name in _DRAWING:
+        if not given or field.name in sampler.reads:
+            continue
+        if field.name in _DRAWING:
             raise ValueError(
                 f"--sampler {name} draws at temperatures from --t-max down to --t-min: leave out {flag(field.name)}."
             )
-        if given and field.name not in _ALWAYS | sampler.options:
-            raise ValueError(
-                f"{flag(field.name)} means nothing to --sampler {name}, which decodes {what}: leave it out."
-            )
+        raise ValueError(f"{flag(field.name)} means nothing to --sampler {name}, which decodes {what}: leave it out.")
     _check_causal(name, sampler, args, config)
     _check_blocks(name, args, config, what)
     if config.cache in ("prefix", "dual") and name != "llada":

@@ -104,7 +104,12 @@ CASES = {
         lambda model, prompt: canvases(model, prompt, 5),
     ),
     "diffusion_gemma with its own rule": (
-        ("qwen3 tied", "block_diffusion", BLOCKS, dict(steps=24, entropy_bound=3.0, confidence_threshold=2.0, t_min=0.1)),
+        (
+            "qwen3 tied",
+            "block_diffusion",
+            BLOCKS,
+            dict(steps=24, entropy_bound=3.0, confidence_threshold=2.0, t_min=0.1),
+        ),
         lambda model, prompt: canvases(model, prompt, 8, 0.1, 0.8, 3.0, 1, 2.0),
     ),
     "idlm ar": (("nemotron", "idlm", BLOCKS, dict(mode="ar")), lambda model, prompt: plain.ar(model, prompt, NEW)),
