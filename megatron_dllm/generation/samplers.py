@@ -100,6 +100,11 @@ def stops_at_eos(args: Namespace, tokenizer: Tokenizer) -> bool:
     return tokenizer.eos_id is not None and "stop_at_eos" in SAMPLERS[sampler_name(args, GenerationConfig())].options
 
 
+def has_ladder(args: Namespace) -> bool:
+    """Whether the default sampler of a model has temperatures of its own in place of one."""
+    return SAMPLERS[sampler_name(args, GenerationConfig())].ladder
+
+
 def check_sampler(args: Namespace, config: GenerationConfig, tokenizer: Tokenizer) -> None:
     """ValueError if no decoding loop fits a model trained with `args`, or the loop cannot do what `config` asks."""
     if target_layers(args) is not None and getattr(args, "dflash_target", None) is None:
