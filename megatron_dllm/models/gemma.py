@@ -81,7 +81,7 @@ class DiffusionGemma(DiffusionLM):
         else:
             signal = torch.zeros_like(embedded)
             if expected is not None:
-                signal.flatten(0, 1)[expected[0]] = expected[1]
+                signal.view(-1, signal.shape[-1])[expected[0]] = expected[1]
         canvas_QB1 = (own_rows(attributes_BQA, self.config, self.pg_collection)[..., STREAM, None] != CLEAN).contiguous()
         # of all rows, also clean ones: under sequence parallelism canvas rows are no slice, and this is one MLP
         return torch.where(canvas_QB1, self.self_conditioning(embedded, signal), embedded)
