@@ -54,6 +54,11 @@ class Statistics:
     forwards: int = 0
 
 
+def has_likelihood(args) -> bool:
+    """Whether models trained with `args` offer any."""
+    return args.dllm_mode in CLEAN_TERM or args.dllm_mode in BOUNDED
+
+
 def kind_of(args, likelihood: str = AUTO) -> str:
     """EXACT or BOUND: what models trained with `args` offer. ValueError if it is not what `likelihood` asks for."""
     mode = args.dllm_mode

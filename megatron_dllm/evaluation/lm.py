@@ -24,11 +24,11 @@ from megatron_dllm.data.chat import render_prompt
 from megatron_dllm.data.messages import Message
 from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.evaluation import AUTO, EXACT
-from megatron_dllm.evaluation.likelihood import Score, Statistics, kind_of, loglikelihood, windows
+from megatron_dllm.evaluation.likelihood import Score, Statistics, has_likelihood, kind_of, loglikelihood, windows
 from megatron_dllm.evaluation.replicas import share_out
 from megatron_dllm.generation import GenerationConfig, generate
 from megatron_dllm.generation.load import Loaded
-from megatron_dllm.generation.samplers import stops_at_eos
+from megatron_dllm.generation.samplers import has_ladder, stops_at_eos
 
 ANSWER_TOKENS = 256  # where a task does not say, as in lm-eval
 
@@ -40,7 +40,7 @@ class EvaluatedModel(LM):
     decoding         how `generate_until` decodes, but for what follows here
     max_new_tokens   at most so many, also where a task allows more
     steps            denoising steps of an answer; default one for each token
-    temperature      default: the task's where it samples, else 0
+    temperature      default: the task's where it samples, else 0; of samplers that have one
     chat             texts come from the chat template: names of special tokens in them are read as these tokens
     Methods raise ValueError (one sentence) for requests that do not fit the model.
     """
@@ -63,7 +63,8 @@ class EvaluatedModel(LM):
         super().__init__()
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._encode = partial(encode_chat, tokenizer=loaded.tokenizer) if chat else loaded.tokenizer.encode
-        self._kind = kind_of(loaded.args, likelihood)
+        # a model without any can still be asked to write
+        self._kind = kind_of(loaded.args, likelihood) if has_likelihood(loaded.args) else likelihood
         self._options = dict(
             likelihood=self._kind, num_draws=num_draws, batch_size=batch_size, seed=seed, check_greedy=check_greedy
         )
@@ -100,7 +101,7 @@ class EvaluatedModel(LM):
             prompts.append(self._prompt(prompt, new))
             stops.append(until)
         for (new, temperature), members in groups.items():
-            config = replace(self._decoding, max_new_tokens=new, steps=self._steps or new, temperature=temperature)
+            config = replace(self._decoding, max_new_tokens=new, steps=self._steps, temperature=temperature)
             for i, text in zip(members, self._write([prompts[i] for i in members], config), strict=True):
                 answers[i] = cut(text, stops[i])
         return answers
@@ -179,7 +180,9 @@ class EvaluatedModel(LM):
         until = asked.get("until") or []
         new = answer_tokens(asked, self._most)
         temperature = self._temperature
-        if temperature is None:
+        if has_ladder(self._loaded.args):
+            temperature = 0.0
+        elif temperature is None:
             temperature = float(asked.get("temperature", 1.0)) if asked.get("do_sample") else 0.0
         return new, temperature, [until] if isinstance(until, str) else list(until)
 

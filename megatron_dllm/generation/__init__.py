@@ -21,7 +21,7 @@ from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.generation import dflash
 from megatron_dllm.generation.config import Completion, GenerationConfig
 from megatron_dllm.generation.network import Network
-from megatron_dllm.generation.prompts import Canvas, Prompt, build_canvases
+from megatron_dllm.generation.prompts import BLANK, Canvas, Prompt, build_canvases
 from megatron_dllm.generation.rows import Decoding, Row, run
 from megatron_dllm.generation.samplers import check_canvases, check_sampler, row_type
 from megatron_dllm.generation.streaming import spoken
@@ -54,9 +54,14 @@ def prepare(
     """The canvases of a run with `args`; ValueError as `generate` raises it, before there is a model. names: what it
     calls the prompts."""
     check_sampler(args, config, tokenizer)
-    canvases = build_canvases(prompts, tokenizer, config, args.dllm_mask_token_id, args.max_position_embeddings, names)
+    canvases = build_canvases(prompts, tokenizer, config, _mask_id(args), args.max_position_embeddings, names)
     check_canvases(canvases, args, config)
     return canvases
+
+
+def _mask_id(args) -> int | None:
+    """The mask token of a model's noise; None if its noise has none, whatever its tokenizer has."""
+    return args.dllm_mask_token_id if get_mode(args.dllm_mode).NEEDS_MASK_TOKEN else None
 
 
 def stream(
@@ -87,7 +92,8 @@ def _batches(
         write, network = dflash.run, dflash.Pair(model, tokenizer.vocab_size, args.dllm_mask_token_id)
     else:
         write, network = run, Network(model, tokenizer.vocab_size, mode.FULL_WITHIN_DOCUMENT)
-    decoding = Decoding(config, mode.reverse, args.dllm_mask_token_id, tokenizer.eos_id, tokenizer.vocab_size, args)
+    mask_id = BLANK if _mask_id(args) is None else args.dllm_mask_token_id
+    decoding = Decoding(config, mode.reverse, mask_id, tokenizer.eos_id, tokenizer.vocab_size, args)
     make = row_type(args, config)
     for batch in batched(canvases, max(1, min(config.batch_size, len(canvases)))):  # it makes room for so many
         was_training = model.training

@@ -26,6 +26,10 @@ class GenerationConfig:
     factor            also commit as many tokens as are trusted together (llada.py)
     editing_threshold, max_post_steps   overwrite tokens of the block that was just written (llada2.py)
     algorithm, algorithm_temperature    which tokens Dream commits (dream.py)
+    t_min, t_max      temperatures at the last and the first of a canvas's most steps (diffusion_gemma.py)
+    entropy_bound     accept the surest tokens of a canvas as long as the entropies of those before add up to this
+    stability_threshold, confidence_threshold   a canvas is finished once its likeliest tokens have stayed the same for
+                      so many steps, and the mean entropy is below this
     cache             auto: keep keys and values where that changes nothing; none; prefix, dual: approximate (llada.py)
     cfg_scale         classifier-free guidance w: logits u + (w + 1)(c - u), u with the given tokens masked too
     stop_at_eos       a row is finished once its answer has an EOS with no mask before it; EOS fills the rest
@@ -51,6 +55,11 @@ class GenerationConfig:
     max_post_steps: int = 16
     algorithm: str = "entropy"
     algorithm_temperature: float = 0.0
+    t_min: float = 0.4
+    t_max: float = 0.8
+    entropy_bound: float = 0.1
+    stability_threshold: int = 1
+    confidence_threshold: float = 0.005
     cache: str = "auto"
     cfg_scale: float = 0.0
     stop_at_eos: bool = False
@@ -64,7 +73,8 @@ class GenerationConfig:
         for name in counts.split():
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: give at least 1.")
-        for name in ("temperature", "cfg_scale", "factor", "algorithm_temperature"):
+        numbers = "temperature cfg_scale factor algorithm_temperature t_min t_max entropy_bound confidence_threshold"
+        for name in numbers.split():
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{flag(name)} is {value}: give a finite number that is not negative.")
@@ -77,6 +87,13 @@ class GenerationConfig:
             if getattr(self, name) not in known:
                 known = [value for value in known if value is not None]
                 raise ValueError(f"{flag(name)} {getattr(self, name)} is unknown: choose one of {', '.join(known)}.")
+        if self.stability_threshold < 0:
+            raise ValueError(f"--stability-threshold is {self.stability_threshold}: give a number of steps, or 0.")
+        if not self.t_min <= self.t_max or self.t_max == 0:
+            raise ValueError(
+                f"--t-min {self.t_min} is the last temperature of a canvas and --t-max {self.t_max} its first: give "
+                "one above 0 that is not below the last."
+            )
         if self.top_p == 0:
             raise ValueError("--top-p 0 leaves no token to draw: give a number above 0, or --top-k 1.")
         if self.steps is not None and self.steps_per_block is not None:

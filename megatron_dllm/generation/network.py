@@ -2,7 +2,8 @@
 
 A pass is a part of one row, any of its tokens in any order, with their positions, streams and blocks; `visible` of the
 mode decides what they attend to, in the pass and among the tokens that a cache kept from earlier ones. Tensor- and
-pipeline-parallel ranks call it with the same passes and get the same logits.
+pipeline-parallel ranks call it with the same passes and get the same logits. So every rank has what a self-conditioned
+model is told of its last prediction, and nothing is sent for that.
 
 Shapes: B passes, Q tokens of the longest, N rows of logits in all, C of one pass, V vocabulary without padding.
 """
@@ -16,7 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_dllm.models.attention import RuleAttention
 from megatron_dllm.models.cache import KeyValueCache
-from megatron_dllm.modes.base import BLOCK, CLEAN, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
+from megatron_dllm.modes.base import ANCHOR, BLOCK, CLEAN, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Pass:
     tokens, positions [n] int64; noisy [n] bool and blocks [n] int64: which stream and block each belongs to
     wanted [C] int64: tokens (by their place in this pass) whose logits are returned
     cached: how many tokens of the row the cache holds from earlier passes, in their order; this pass's come after them
+    anchor: the position at which the noisy block begins, of modes whose canvases stand beside the text
+    earlier [K, V]: logits of the last K tokens that the network is told (self-conditioning); None: nothing
     """
 
     tokens: torch.Tensor
@@ -34,6 +37,8 @@ class Pass:
     blocks: torch.Tensor
     wanted: torch.Tensor
     cached: int = 0
+    anchor: int | None = None
+    earlier: torch.Tensor | None = None
 
 
 class Network:
@@ -60,7 +65,9 @@ class Network:
         for attention in self._attentions:
             attention.cache = cache
         try:
-            logits_NV = self._run(tokens_BQ.to(device), positions_BQ.to(device), attributes_BQA, rows_N.to(device))
+            told = self._told(passes, device)
+            inputs = tokens_BQ.to(device), positions_BQ.to(device), attributes_BQA
+            logits_NV = self._run(*inputs, rows_N.to(device), told)
         finally:
             for attention in self._attentions:
                 attention.cache = None
@@ -71,7 +78,18 @@ class Network:
             self._attributes = attributes_BQA, attributes_BQA.to(device, copy=True)
         return self._attributes[1]
 
-    def _run(self, tokens_BQ, positions_BQ, attributes_BQA, rows_N) -> torch.Tensor:
+    def _told(self, passes: Sequence[Pass], device) -> dict:
+        """What goes into the first layer beside tokens: soft embeddings, and the rows (q·B + b) that they are of."""
+        knowing = [(b, one) for b, one in enumerate(passes) if one.earlier is not None]
+        if not knowing or not self._bare.pre_process:
+            return {}
+        # one canvas at a time: probabilities are as wide as the vocabulary
+        soft_ND = torch.cat([self._bare.soft_embeddings(one.earlier.to(device)) for _, one in knowing])
+        ends = [(b, len(one.tokens), len(one.earlier)) for b, one in knowing]
+        rows_N = torch.cat([torch.arange(end - count, end) * len(passes) + b for b, end, count in ends])
+        return dict(expected=(rows_N.to(device), soft_ND))
+
+    def _run(self, tokens_BQ, positions_BQ, attributes_BQA, rows_N, told: dict) -> torch.Tensor:
         """[N, V] logits, through all pipeline stages."""
         bare, groups = self._bare, self._bare.pg_collection
         if not bare.pre_process:
@@ -79,7 +97,7 @@ class Network:
             hidden = torch.empty(Q, B, bare.config.hidden_size, dtype=bare.config.params_dtype, device=tokens_BQ.device)
             torch.distributed.recv(hidden, group=groups.pp, group_src=groups.pp.rank() - 1)
             bare.set_input_tensor(hidden)
-        output = self._model(tokens_BQ, positions_BQ, attributes_BQA, rows_N=rows_N)
+        output = self._model(tokens_BQ, positions_BQ, attributes_BQA, rows_N=rows_N, **told)
         if bare.post_process:
             logits_NV = tensor_parallel.gather_from_tensor_model_parallel_region(output, group=groups.tp)
             logits_NV = logits_NV[:, : bare.true_vocab_size].float().contiguous()
@@ -97,7 +115,8 @@ def _side_by_side(passes: Sequence[Pass]) -> tuple[torch.Tensor, torch.Tensor, t
     """(tokens_BQ, positions_BQ, attributes_BQA) of padded passes."""
     B, Q = len(passes), max(len(one.tokens) for one in passes)
     tokens_BQ, positions_BQ = torch.zeros(B, Q, dtype=torch.int64), torch.zeros(B, Q, dtype=torch.int64)
-    attributes_BQA = torch.zeros(B, Q, NUM_ATTRIBUTES, dtype=torch.int32)
+    anchored = passes[0].anchor is not None
+    attributes_BQA = torch.zeros(B, Q, NUM_ATTRIBUTES + anchored, dtype=torch.int32)
     attributes_BQA[..., DOCUMENT] = -1
     for b, one in enumerate(passes):
         n = len(one.tokens)
@@ -106,4 +125,6 @@ def _side_by_side(passes: Sequence[Pass]) -> tuple[torch.Tensor, torch.Tensor, t
         attributes_BQA[b, :n, BLOCK] = one.blocks.int()
         attributes_BQA[b, :n, POSITION] = one.positions.int()
         attributes_BQA[b, :n, DOCUMENT] = 0
+        if anchored:
+            attributes_BQA[b, :n, ANCHOR] = torch.where(one.noisy, one.anchor, one.positions).int()
     return tokens_BQ, positions_BQ, attributes_BQA

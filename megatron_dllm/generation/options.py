@@ -56,6 +56,26 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-post-steps", type=int, metavar="N", help="llada2: most steps of a block that only edit")
     add("--algorithm", metavar="RULE", help=f"dream: which tokens are committed: {', '.join(ALGORITHMS)}")
     add("--algorithm-temperature", type=float, metavar="T", help="dream: above 0, draw which")
+    add("--t-min", type=float, metavar="T", help="diffusion_gemma: temperature at the last of a canvas's steps")
+    add("--t-max", type=float, metavar="T", help="diffusion_gemma: temperature at the first")
+    add(
+        "--entropy-bound",
+        type=float,
+        metavar="H",
+        help="diffusion_gemma: accept the surest tokens, as long as the entropies of those before add up to H",
+    )
+    add(
+        "--stability-threshold",
+        type=int,
+        metavar="N",
+        help="diffusion_gemma: a canvas is finished when its likeliest tokens were the same for N steps before",
+    )
+    add(
+        "--confidence-threshold",
+        type=float,
+        metavar="H",
+        help="diffusion_gemma: ... and the mean entropy of its tokens is below H; 0: take all steps",
+    )
     add(
         "--cache",
         metavar="KIND",

@@ -91,6 +91,18 @@ PRESETS: dict[str, Preset] = {
         gen_block_length=4,
         stop_at_eos=True,
     ),
+    "diffusion_gemma": _preset(
+        "DiffusionGemma (Google 2026), defaults of its generate in transformers 5.24, cut at EOS",
+        sampler="diffusion_gemma",
+        max_new_tokens=256,
+        steps_per_block=48,
+        t_min=0.4,
+        t_max=0.8,
+        entropy_bound=0.1,
+        stability_threshold=1,
+        confidence_threshold=0.005,
+        stop_at_eos=True,
+    ),
     "fast_dllm": _preset(
         "Fast-dLLM (arXiv:2505.22618), defaults of its code: parallel decoding, without a cache", **_FAST_DLLM
     ),

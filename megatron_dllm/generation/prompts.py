@@ -13,6 +13,9 @@ from megatron_dllm.generation.config import GenerationConfig
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text (encoded as it is), token ids, or a conversation (through the chat template)."""
 
+BLANK = -1
+"""What a canvas holds where nothing is written yet, of models without a mask token."""
+
 _GAP = re.compile(r"\[MASK(?::(\d+))?\]")
 _NO_GAP = re.compile(r"\[MASK:(?!\d+\])[^\]]*\]")
 
@@ -32,11 +35,12 @@ def build_canvases(
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
     config: GenerationConfig,
-    mask_id: int,
+    mask_id: int | None,
     longest: int,
     names: Sequence[str] | None = None,
 ) -> list[Canvas]:
-    """One canvas per prompt; names: what errors call them, default "prompt 1" and so on.
+    """One canvas per prompt; mask_id: None of models without a mask token; names: what errors call the prompts, default
+    "prompt 1" and so on.
 
     Raises ValueError (one sentence) for a prompt that cannot be decoded: longer than the model's `longest` positions,
     holding masks, half characters or ids that the tokenizer lacks, rejected by the chat template, or without gaps when
@@ -60,7 +64,8 @@ def build_canvases(
                 f"{name}{new} is {length} tokens long, but the model has {longest} positions: "
                 "shorten the prompt or generate less."
             )
-        tokens = [token for ids, masks in pieces for token in (*ids, *[mask_id] * masks)]
+        blank = BLANK if mask_id is None else mask_id
+        tokens = [token for ids, masks in pieces for token in (*ids, *[blank] * masks)]
         canvases.append(Canvas(tokens, start=0 if config.infill else len(pieces[0][0]), name=name))
     return number_copies(canvases)
 
@@ -76,7 +81,7 @@ def number_copies(canvases: Sequence[Canvas]) -> list[Canvas]:
     return numbered
 
 
-def _is_known(id: int, tokenizer: Tokenizer, mask_id: int) -> bool:
+def _is_known(id: int, tokenizer: Tokenizer, mask_id: int | None) -> bool:
     return 0 <= id < tokenizer.vocab_size or id == mask_id
 
 
@@ -84,7 +89,7 @@ Pieces = list[tuple[list[int], int]]
 """Given tokens, and how many masks follow them."""
 
 
-def _answer(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask_id: int, name: str) -> Pieces:
+def _answer(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask_id: int | None, name: str) -> Pieces:
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
     elif prompt and isinstance(prompt[0], dict):
@@ -99,7 +104,7 @@ def _answer(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask
     return [(ids, config.max_new_tokens)]
 
 
-def _gaps(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask_id: int, name: str) -> Pieces:
+def _gaps(prompt: Prompt, tokenizer: Tokenizer, config: GenerationConfig, mask_id: int | None, name: str) -> Pieces:
     if isinstance(prompt, str):
         # the stretches between gaps are encoded one by one: none of their tokens may reach into a gap
         pieces, end = [], 0

@@ -24,8 +24,8 @@ Reverse = Callable[[Candidates, int, float | None], tuple[torch.Tensor, torch.Te
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a batch is decoded. reverse: the mode's; vocab_size: ids of the tokenizer; args: the arguments of the run
-    that trained the model."""
+    """How a batch is decoded. reverse: the mode's; mask_id: what stands where nothing is written; vocab_size: ids of
+    the tokenizer; args: the arguments of the run that trained the model."""
 
     config: GenerationConfig
     reverse: Reverse

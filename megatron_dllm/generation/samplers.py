@@ -4,25 +4,33 @@ from argparse import Namespace
 from dataclasses import dataclass, fields
 
 from megatron_dllm.data.tokenizer import Tokenizer
-from megatron_dllm.generation import dflash, dream, idlm, llada, llada2, nemotron, scdd
+from megatron_dllm.generation import dflash, diffusion_gemma, dream, idlm, llada, llada2, nemotron, scdd
 from megatron_dllm.generation.config import GenerationConfig, flag
 from megatron_dllm.generation.prompts import Canvas
 from megatron_dllm.generation.rows import Row
 from megatron_dllm.models.weights import target_layers
 
 _ALWAYS = {"max_new_tokens", "sampler", "temperature", "top_k", "top_p", "seed", "batch_size", "gap_length"}
+_DRAWING = {"temperature", "top_k", "top_p"}
 _STEPS = {"steps", "steps_per_block", "remasking", "threshold", "stop_at_eos"}
 
 
 @dataclass(frozen=True)
 class Sampler:
     """rows: kind of row by `--mode`, the first is the default (None: it has no modes); trained: with which --dllm-mode;
-    options: what it reads of a GenerationConfig, beyond what all do; causal: it continues at least one token."""
+    options: what it reads of a GenerationConfig, beyond what all do; causal: it continues at least one token;
+    ladder: its temperature falls from step to step, and nothing else says what is drawn."""
 
     rows: dict[str | None, type[Row]]
     trained: tuple[str, ...]
     options: frozenset[str] | set[str]
     causal: bool = False
+    ladder: bool = False
+
+    @property
+    def reads(self) -> set[str]:
+        """Of a GenerationConfig."""
+        return (_ALWAYS - _DRAWING if self.ladder else _ALWAYS) | self.options
 
 
 SAMPLERS = {
@@ -55,9 +63,24 @@ SAMPLERS = {
     "dflash": Sampler(
         dict(speculative=dflash.DraftedRow, ar=dflash.DraftedRow), ("dflash",), {"mode", "stop_at_eos"}, causal=True
     ),
+    "diffusion_gemma": Sampler(
+        {None: diffusion_gemma.DenoisedRow},
+        ("block_diffusion",),
+        {"steps", "steps_per_block", "cache", "stop_at_eos", "t_min", "t_max", "entropy_bound"}
+        | {"stability_threshold", "confidence_threshold"},
+        ladder=True,
+    ),
 }
 _OF_DIFFUSION = {"steps", "steps_per_block", "remasking", "threshold"}  # what the other modes of a causal model ignore
-_DEFAULTS = dict(mdlm="llada", scdd="scdd", bd3lm="llada2", hybrid="nemotron", idlm="idlm", dflash="dflash")
+_DEFAULTS = dict(
+    mdlm="llada",
+    scdd="scdd",
+    bd3lm="llada2",
+    hybrid="nemotron",
+    idlm="idlm",
+    dflash="dflash",
+    block_diffusion="diffusion_gemma",
+)
 
 
 def sampler_name(args: Namespace, config: GenerationConfig) -> str:
@@ -75,6 +98,11 @@ def row_type(args: Namespace, config: GenerationConfig) -> type[Row]:
 def stops_at_eos(args: Namespace, tokenizer: Tokenizer) -> bool:
     """Whether the default sampler of a model can end an answer at its first EOS, and there is one."""
     return tokenizer.eos_id is not None and "stop_at_eos" in SAMPLERS[sampler_name(args, GenerationConfig())].options
+
+
+def has_ladder(args: Namespace) -> bool:
+    """Whether the default sampler of a model has temperatures of its own in place of one."""
+    return SAMPLERS[sampler_name(args, GenerationConfig())].ladder
 
 
 def check_sampler(args: Namespace, config: GenerationConfig, tokenizer: Tokenizer) -> None:
@@ -101,10 +129,13 @@ def check_sampler(args: Namespace, config: GenerationConfig, tokenizer: Tokenize
         raise ValueError("--gap-length is the length of a [MASK] of --infill: give that too, or leave it out.")
     for field in fields(config):
         given = getattr(config, field.name) != field.default
-        if given and field.name not in _ALWAYS | sampler.options:
+        if not given or field.name in sampler.reads:
+            continue
+        if field.name in _DRAWING:
             raise ValueError(
-                f"{flag(field.name)} means nothing to --sampler {name}, which decodes {what}: leave it out."
+                f"--sampler {name} draws at temperatures from --t-max down to --t-min: leave out {flag(field.name)}."
             )
+        raise ValueError(f"{flag(field.name)} means nothing to --sampler {name}, which decodes {what}: leave it out.")
     _check_causal(name, sampler, args, config)
     _check_blocks(name, args, config, what)
     if config.cache in ("prefix", "dual") and name != "llada":

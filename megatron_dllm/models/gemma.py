@@ -71,18 +71,34 @@ class DiffusionGemma(DiffusionLM):
     def layers_spec(self, rule, backend, vp_stage):
         return gemma_layers.layers_spec(self.config, self._shape, rule, backend, vp_stage)
 
-    def embed(self, tokens_BQ, position_ids_BQ, attributes_BQA, soft=None):
-        """soft: (hidden_CbD of an earlier pass, which rows of the batch these are [b]); None: nothing is known."""
-        table_VD = self.embedding.word_embeddings.weight
-        scale = torch.tensor(self.config.hidden_size**0.5, dtype=torch.float32).to(table_VD.dtype)  # rounded, as theirs
+    def embed(self, tokens_BQ, position_ids_BQ, attributes_BQA, soft=None, expected=None):
+        """soft: (hidden_CbD of an earlier pass, which rows of the batch these are [b]); None: nothing is known.
+        expected: instead, in a decoding loop, (rows_N int64, index q·B + b; their `soft_embeddings`)."""
+        scale = self._scale()
         embedded = self.embedding(input_ids=tokens_BQ, position_ids=position_ids_BQ) * scale
-        if soft is None:
-            signal = torch.zeros_like(embedded)
-        else:
+        if soft is not None:
             signal = self._soft_embeddings(*soft, scale.item(), *tokens_BQ.shape)
+        else:
+            signal = torch.zeros_like(embedded)
+            if expected is not None:
+                signal.view(-1, signal.shape[-1])[expected[0]] = expected[1]
         stream_QB1 = own_rows(attributes_BQA, self.config, self.pg_collection)[..., STREAM, None]
         # of all rows, also clean ones: under sequence parallelism canvas rows are no slice, and this is one MLP
         return torch.where((stream_QB1 == CLEAN).contiguous(), embedded, self.self_conditioning(embedded, signal))
+
+    def _scale(self) -> torch.Tensor:
+        """Of the embedding, rounded to its precision, as theirs."""
+        dtype = self.embedding.word_embeddings.weight.dtype
+        return torch.tensor(self.config.hidden_size**0.5, dtype=torch.float32).to(dtype)
+
+    def soft_embeddings(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """[N, D]: the expectation of the scaled embedding under softmax(logits), which every tensor-parallel rank has
+        whole, without the padding of the vocabulary. First stage, no graph. Rounded where transformers rounds."""
+        table_VD, tp = self.embedding.word_embeddings.weight, self.pg_collection.tp
+        first = tp.rank() * len(table_VD)
+        probabilities_NV = logits_NV.to(table_VD.dtype).float().softmax(-1)[:, first : first + len(table_VD)]
+        partial_ND = probabilities_NV.to(table_VD.dtype) @ table_VD[: probabilities_NV.shape[1]]
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(partial_ND, group=tp) * self._scale()
 
     def _soft_embeddings(self, hidden_CbD, rows_b, scale: float, B: int, length: int) -> torch.Tensor:
         """[Q, B, D] (a shard under sequence parallelism), zero where nothing is known."""

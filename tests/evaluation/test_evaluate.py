@@ -32,8 +32,8 @@ def checkpoints(pool, tmp_path_factory):
         for i in range(12):
             messages = [dict(role="user", content="Why?"), dict(role="assistant", content="So it is. " * (1 + i % 3))]
             file.write(json.dumps(dict(messages=messages)) + "\n")
-    for mode in ("mdlm", "hybrid"):
-        flags = ["--dllm-mode", mode, *(["--dllm-block-size", "4"] if mode == "hybrid" else [])]
+    for mode in ("mdlm", "hybrid", "block_diffusion"):
+        flags = ["--dllm-mode", mode, *([] if mode == "mdlm" else ["--dllm-block-size", "4"])]
         pool.run([*TRAIN, "--sft-data-path", data, "--save", folder / mode, *flags], 2)
     return folder
 
@@ -93,6 +93,18 @@ def test_one_process_two_copies_and_two_halves_answer_alike(checkpoints, tmp_pat
     flat = lambda results: [score for responses, _ in answers(results)["local_mc"] for (score,) in responses]
     for ours, theirs in zip(flat(halves), flat(one), strict=True):
         assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=1e-4) and ours[1] == theirs[1]
+
+
+def test_canvases_are_written_and_have_no_likelihood(checkpoints, tmp_path, monkeypatch, capsys):
+    """Whatever temperature a task samples at: the sampler has its own."""
+    argv = ["--load", checkpoints / "block_diffusion", "--tasks", "local_gen", "--seed", 5]
+    one, _ = evaluate(tmp_path, *argv)
+    two, _ = evaluate(tmp_path, *argv, processes=2)
+    first, _, third = (responses[0][0] for responses, _ in answers(one)["local_gen"])
+    assert answers(two) == answers(one) and first != third
+    refusals = {"--tasks local_mc": "has no bound likelihood", "--tasks local_gen --temperature 1": "leave out --temp"}
+    for more, words in refusals.items():
+        test_what_it_refuses(words, [*argv[:2], *more.split()], checkpoints, monkeypatch, capsys)
 
 
 def test_stop_strings_and_chats():

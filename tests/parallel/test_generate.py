@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import gemma
+from tests.hf_models import write_tokenizer
+
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/generate.py"
 MASK = 258
@@ -23,7 +26,7 @@ TRAIN = (
 
 @pytest.fixture(scope="module")
 def checkpoints(pool, tmp_path_factory):
-    """The same training run saved by TP 2 with sequence parallelism and by PP 2; one in blocks, by PP 2."""
+    """The same training run saved by TP 2 with sequence parallelism and by PP 2; one in blocks, one of canvases."""
     folder = tmp_path_factory.mktemp("runs")
     data = folder / "chat.jsonl"
     with open(data, "w") as file:
@@ -32,6 +35,9 @@ def checkpoints(pool, tmp_path_factory):
             file.write(json.dumps(dict(messages=messages)) + "\n")
     layouts = dict(tp="--tensor-model-parallel-size 2 --sequence-parallel", pp="--pipeline-model-parallel-size 2")
     layouts["hybrid"] = f"{layouts['pp']} --dllm-mode hybrid --dllm-block-size 4"
+    layouts["canvases"] = (
+        f"{layouts['pp']} --dllm-mode block_diffusion --model-preset tiny-diffusion-gemma --num-layers 4"
+    )
     for name, flags in layouts.items():
         pool.run([*TRAIN, "--sft-data-path", data, "--save", folder / name, *flags.split()], 2)
     return folder
@@ -95,6 +101,34 @@ def test_a_model_trained_in_blocks_writes_them_one_by_one(checkpoints):
     two = run_tool(*options, *prompts, "--tensor-model-parallel-size", 2, "--batch-size", 1, processes=2)
     assert [c["ids"] for c in one] == [json.loads(line)["ids"] for line in two.splitlines()]
     assert all(len(c["ids"]) == 10 and MASK not in c["ids"] and c["steps"] <= 8 for c in one)
+
+
+def test_a_diffusion_gemma_of_a_run_writes_and_streams_canvases(checkpoints, tmp_path):
+    """In bf16 on two stages, which also shows that what it is told of its last step has the right precision."""
+    options = ["--load", checkpoints / "canvases", "--preset", "diffusion_gemma", "--max-new-tokens", 20]
+    options += ["--steps-per-block", 4, "--no-stop-at-eos", "--prompt", "Why is it?"]
+    (one,) = map(json.loads, run_tool(*options, "--json").splitlines())
+    assert len(one["ids"]) == 20 and one["steps"] == one["forwards"] <= 2 * 4
+    page, written = tmp_path / "page.html", tmp_path / "answers.jsonl"
+    streamed = run_tool(
+        *options, "--stream", "--trace", page, "--output", written, "--bf16",
+        "--pipeline-model-parallel-size", 2, processes=2,
+    )  # fmt: skip
+    answer = json.loads(written.read_text())
+    assert streamed == answer["text"] + "\n"
+    (trace,) = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)[1])["traces"]
+    tokens = trace["tokens"]
+    for _step, place, id, _trust in trace["events"]:
+        tokens[place] = id
+    assert tokens[trace["start"] :] == answer["ids"]
+
+
+def test_a_diffusion_gemma_of_hugging_face_is_decoded_as_it_is(tmp_path):
+    path = gemma.make_folder(str(tmp_path / "gemma"))
+    write_tokenizer(path, gemma.VOCABULARY)
+    options = ["--hf-model", path, "--max-new-tokens", 12, "--steps-per-block", 3, "--prompt", "w5 w6", "--json"]
+    (answer,) = map(json.loads, run_tool(*options).splitlines())
+    assert len(answer["ids"]) == 12 and answer["steps"] == 2 * 3
 
 
 def test_infilling_in_bf16_streams_the_text_alone(checkpoints):

@@ -2,6 +2,8 @@
 the other. `MASK` is never written, but counts in probabilities, as in our loops.
 """
 
+import math
+
 import torch
 
 MASK, EOS = 2, 1
@@ -129,6 +131,38 @@ def nemotron(model, prompt, new, length, threshold=None):
             proposals = {place: best(logits[place]) for place in left}
             commit(tokens, proposals, 1, threshold)
     return tokens[len(prompt) :], forwards
+
+
+def canvases(model, prompt, new, length, steps, t_min, t_max, bound, stable, confident, draws):
+    """Canvases of random ids behind causal text (DiffusionGemma, without self-conditioning). draws: random numbers."""
+    text, forwards, known = list(prompt), 0, model.config.vocab_size
+    noise = lambda: [int(u * known) for u in draws.uniform("noise", length).tolist()]
+    while len(text) < len(prompt) + new:
+        n, canvas, history = len(text), noise(), []
+        for left in range(steps, 0, -1):
+            rows = logits_of(model, text + canvas, lambda q, k, n=n: k <= q if q < n else True)[n:]
+            forwards += 1
+            p = (rows / (t_min + (t_max - t_min) * left / steps)).softmax(-1).tolist()
+            entropies = [-sum(x * math.log(x) for x in row if x > 0) for row in p]
+            drawn = []
+            for row, u in zip(p, draws.uniform("tokens", length).tolist(), strict=True):
+                id, below = 0, row[0]
+                while below <= u and id < known - 1:
+                    id += 1
+                    below += row[id]
+                drawn.append(id)
+            fresh, total = noise(), 0.0
+            for place in sorted(range(length), key=lambda place: entropies[place]):
+                if total <= bound:
+                    fresh[place] = drawn[place]
+                total += entropies[place]
+            canvas = fresh
+            history.append([max(range(known), key=lambda id: row[id]) for row in p])
+            same = history[-stable - 1 :] if len(history) > stable else []
+            if same and all(one == history[-1] for one in same) and sum(entropies) / length < confident:
+                break
+        text += history[-1]
+    return text[len(prompt) : len(prompt) + new], forwards
 
 
 @torch.no_grad()

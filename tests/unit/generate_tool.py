@@ -29,6 +29,7 @@ RUN = dict(
     scdd_peak_time=0.5,
     scdd_gamma_shape=1.0,
     scdd_max_ratio=0.2,
+    block_diffusion_self_conditioning=0.0,
 )
 
 

@@ -11,7 +11,7 @@ from megatron_dllm.generation import GenerationConfig
 from megatron_dllm.generation.config import flag
 from megatron_dllm.generation.options import decoding_config
 from megatron_dllm.generation.presets import PRESETS, apply_preset
-from megatron_dllm.generation.samplers import _ALWAYS, SAMPLERS, check_sampler, sampler_name
+from megatron_dllm.generation.samplers import SAMPLERS, check_sampler, sampler_name
 from tests.unit.generate_tool import BYTES, RUN, TOOL, Letters, tool
 
 __all__ = ["tool"]  # a fixture
@@ -29,6 +29,7 @@ def test_every_option_has_a_flag_in_both_spellings(tool):
         max_new_tokens=7, sampler="llada2", mode="ar", steps=5, gen_block_length=3, temperature=0.5, top_k=4, top_p=0.9,
         remasking="random", algorithm="origin", algorithm_temperature=0.1, cache="none", cfg_scale=1.0,
         stop_at_eos=True, gap_length=3, seed=3, batch_size=2, editing_threshold=0.5, max_post_steps=3,
+        t_min=0.2, t_max=0.9, entropy_bound=0.3, stability_threshold=2, confidence_threshold=0.1,
     )  # fmt: skip
     others = dict(steps_per_block=2, threshold=0.3), dict(factor=0.5, infill=True)
     for chosen in (values, *others):
@@ -51,7 +52,8 @@ def test_words_of_a_prompt_stay_as_they_are(tool):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_a_whole_configuration_of_its_sampler(name):
     config = decoding_config(dict(preset=name))
-    mode = dict(llada="mdlm", dream="mdlm", llada2="bd3lm", nemotron="hybrid", idlm="idlm")[config.sampler]
+    modes = dict(llada="mdlm", dream="mdlm", llada2="bd3lm", nemotron="hybrid", idlm="idlm")
+    mode = (modes | dict(diffusion_gemma="block_diffusion"))[config.sampler]
     args = Namespace(**RUN | dict(dllm_mode=mode))
     check_sampler(args, config, BYTES)
     assert sampler_name(args, config) == PRESETS[name].options["sampler"] and PRESETS[name].source
@@ -197,7 +199,39 @@ BAD = {
     "--load run --prompt a --stepps 3": "unrecognized arguments: --stepps 3",
     "--load run --prompt a --remasking all": "choose one of low_confidence, random",
     "--load run --prompt a --infill": "prompt 1 has no gap to fill",
+    "--load run --prompt a --entropy-bound 1": "--entropy-bound means nothing to --sampler llada, which decodes",
+    "--load run --prompt a --t-min -1": "--t-min is -1.0: give a finite number that is not negative",
+    "--load run --prompt a --t-min 0.9": "--t-min 0.9 is the last temperature of a canvas and --t-max 0.8 its first",
+    "--load run --prompt a --t-min 0 --t-max 0": "give one above 0 that is not below the last",
+    "--load run --prompt a --confidence-threshold nan": "--confidence-threshold is nan: give a finite number",
+    "--load run --prompt a --stability-threshold -1": "--stability-threshold is -1: give a number of steps, or 0",
+    "--load run --prompt a --sampler diffusion_gemma": "does not fit a model trained with --dllm-mode mdlm",
 }
+BAD_FOR_CANVASES = {
+    "--sampler llada": "--sampler llada does not fit a model trained with --dllm-mode block_diffusion: choose diff",
+    "--temperature 0.5": "draws at temperatures from --t-max down to --t-min: leave out --temperature",
+    "--temperature 0.5 --top-k 3": "leave out --temperature",
+    "--gen-block-length 8": "--gen-block-length means nothing to --sampler diffusion_gemma",
+    "--threshold 0.5": "--threshold means nothing to --sampler diffusion_gemma",
+    "--cache dual": "--cache dual is an approximation for models that attend in both directions",
+    "--infill": "sees no text after what it writes",
+    "--mode ar": "--mode means nothing to --sampler diffusion_gemma",
+    "--max-new-tokens 4096": "prompt 1 with 4096 new tokens is 4097 tokens long, but the model has 4096 positions",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_FOR_CANVASES)
+def test_what_canvases_cannot_do_is_one_sentence(tool, flags):
+    refused(tool, BAD_FOR_CANVASES[flags], *f"--load run --prompt a {flags}".split(), dllm_mode="block_diffusion")
+
+
+def test_models_without_a_mask_token_have_no_forbidden_id(tool, tmp_path):
+    """Neither the tokenizer's mask nor what a canvas holds where nothing is written is one."""
+    file = write_lines(tmp_path / "in.jsonl", dict(tokens=[258, 1]))
+    run = dict(dllm_mode="block_diffusion", dllm_mask_token_id=None)
+    assert tool(*SHORT, "--prompts-file", file, **run)[0] == 0
+    file = write_lines(tmp_path / "in.jsonl", dict(tokens=[1, -1]))
+    refused(tool, "line 1 holds the id -1, but the tokenizer has 259", *SHORT, "--prompts-file", file, **run)
 
 
 @pytest.mark.parametrize("flags", BAD)
@@ -230,7 +264,7 @@ def test_the_documented_options_are_read_by_those_samplers():
     assert set(read_by) == {flag(field) for field in GenerationConfig.__dataclass_fields__}
     for name, readers in read_by.items():
         field = name[2:].replace("-", "_")
-        reading = {sampler for sampler, one in SAMPLERS.items() if field in _ALWAYS | one.options}
+        reading = {sampler for sampler, one in SAMPLERS.items() if field in one.reads}
         if readers == "all":
             assert reading == set(SAMPLERS)
         elif readers.startswith("all but "):

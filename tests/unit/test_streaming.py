@@ -34,6 +34,7 @@ LOOPS = {
     "ar": (dict(dllm_mode="hybrid"), ["--mode", "ar"]),
     "speculative": (dict(dllm_mode="hybrid"), ["--mode", "speculative"]),
     "strides": (dict(dllm_mode="idlm"), []),
+    "canvases": (dict(dllm_mode="block_diffusion"), ["--steps-per-block", 5]),
 }
 
 
@@ -140,7 +141,7 @@ def test_a_trace_replays_to_the_answer(tool, tmp_path, name, monkeypatch):
     answers, (traces,) = [json.loads(line) for line in out.splitlines()], recorded
     for answer, trace in zip(answers, traces, strict=True):
         assert trace.replay()[trace.start :] == answer["ids"]
-        assert trace.replay(0) == trace.tokens and BYTES.mask_id in trace.tokens
+        assert trace.replay(0) == trace.tokens and trace.mask_id in trace.tokens
         assert (trace.steps, trace.forwards) == (answer["steps"], answer["forwards"])
         assert all(1 <= commit.step <= trace.steps for commit in trace.commits)
         assert all(0 <= p <= 1 for commit in trace.commits for p in commit.trust or [])
