@@ -39,7 +39,8 @@ def batch(samples: int = 6, **changes):
         n = 20 + index
         mask = torch.zeros(n, dtype=torch.bool)
         mask[3:9], mask[12:n] = True, True
-        sample = Sample(torch.randint(3, 50, (n,), generator=g), mask, torch.zeros(n, dtype=torch.int32), torch.arange(n), index)
+        tokens, documents = torch.randint(3, 50, (n,), generator=g), torch.zeros(n, dtype=torch.int32)
+        sample = Sample(tokens, mask, documents, torch.arange(n), index)
         rows.append(mode.corrupt(sample, Draws(1, index), args))
     return mode.layout(rows, 32, args), args
 
@@ -50,7 +51,7 @@ def test_rows_whose_coin_is_on_their_canvases_and_the_text_that_these_see():
     rows = whole.self_conditioned_B.nonzero()[:, 0]
     assert 0 < len(rows) < len(whole.tokens_BQ) and first.terms == {}
     S, short, D = 32, first.tokens_BQ.shape[1] - first.drafted, first.drafted
-    assert short < S and D == whole.drafted and short % args.dllm_length_multiple == 0
+    assert short < S and whole.drafted == D and short % args.dllm_length_multiple == 0
     for name in ("tokens_BQ", "position_ids_BQ", "attributes_BQA"):
         kept, all_of = getattr(first, name), getattr(whole, name)[rows]
         assert torch.equal(kept[:, :short], all_of[:, :short]) and torch.equal(kept[:, short:], all_of[:, S:])
