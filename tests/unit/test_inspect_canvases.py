@@ -26,10 +26,12 @@ COMMAND = "--dllm-mode block_diffusion --dllm-block-size 5 --block-diffusion-can
 
 @pytest.fixture
 def inspector(monkeypatch, tmp_path):
-    """inspector(kind of data, words of the command line) -> Inspector."""
+    """inspector(kind of data or a chat file, words of the command line) -> Inspector."""
 
     def make(kind, words):
-        data = ["--sft-data-path", write_chat(tmp_path)] if kind == "chat" else ["--data-path", write_text(tmp_path)]
+        data = ["--data-path", write_text(tmp_path)] if kind == "text" else ["--sft-data-path", kind]
+        if kind == "chat":
+            data[1] = write_chat(tmp_path)
         monkeypatch.setattr(sys, "argv", ["inspect_batch.py", *TINY[2:], *COMMAND, *words.split(), *data])
         args, tokenizer = read_data_flags(inspect_batch.add_flags)
         return Inspector(args, tokenizer, args.validation)
@@ -138,13 +140,12 @@ def test_tables_and_text_hold_the_facts(inspect):
     assert inspect.args.block_diffusion_eos_fill or not filled
 
 
-def test_fill_has_no_place_in_the_text(inspector, tmp_path, monkeypatch):
+def test_fill_has_no_place_in_the_text(inspector, tmp_path):
     """Where a turn ends, whatever comes after it."""
     turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "A"), ("assistant", "Good, good.")]
     chat = tmp_path / "turns.jsonl"
     chat.write_text(json.dumps(dict(messages=[dict(role=role, content=said) for role, said in turns])) + "\n")
-    monkeypatch.setattr(f"{__name__}.write_chat", lambda folder: chat)
-    inspect = inspector("chat", "all")
+    inspect = inspector(str(chat), "all")
     seen, eos = inspect(0), inspect.args.dllm_eos_token_id
     ends = [i for i, id in enumerate(seen.data_S.tolist()) if id == eos]
     columns, borders = table.block_table(inspect, seen, seen.blocks)
@@ -154,7 +155,7 @@ def test_fill_has_no_place_in_the_text(inspector, tmp_path, monkeypatch):
         length = end + 1 - begin
         expected += [*map(str, range(begin, end + 1)), *["-"] * (-length % 5)]
         assert length % 5
-    assert cells["place"] == expected and expected.count("-") == 2 * 3 - 1 == cells["dllm"].count("<eos>") - 2
+    assert cells["place"] == expected and expected.count("-") == 3 + 3 == cells["dllm"].count("<eos>") - 2
     assert borders == ["block", "", "", "", ""] * len(seen.blocks)
     assert seen.terms["dllm"].shifts == (0,)
 
