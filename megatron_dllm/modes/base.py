@@ -13,7 +13,7 @@ A mode is a module in this folder with these names, always in this order (see `m
     corrupt(sample, draws, args)        Sample -> Corrupted; one sample, CPU, pure
     layout(samples, length, args)       [Corrupted] -> ModelInput; what the network sees, and what is scored
     visible(query, key)                 may this query attend to this key? boolean, on attribute vectors
-    rule(args)                          optional: `visible` with the variants that flags ask for
+    rule(args)                          optional: what takes its place in a run, where flags change it
     loss(score, args)                   ScoreView -> [LossTerm]; never sees layouts, autocast or .backward()
     reverse(candidates, quota, threshold)   one denoising step for the samplers: (chosen_K, ids_K), which of the
                                         candidates (generation/selection.py) to commit, and to which ids

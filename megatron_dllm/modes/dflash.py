@@ -262,6 +262,7 @@ def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def rule(args):
+    """`visible` with the variants that are asked for."""
     from megatron_dllm.models import dflash
 
     return dflash.rule(args.dflash_causal_block, args.dflash_window)
