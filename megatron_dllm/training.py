@@ -58,7 +58,7 @@ def model_provider(
         pg_collection=pg_collection,
     )
     if args.dllm_mode == "dflash" and args.dflash_target is not None:
-        width, see = len(targets) * config.hidden_size, dflash.rule(args.dflash_causal_block, args.dflash_window)
+        width, see = len(targets) * config.hidden_size, get_mode(args.dllm_mode).rule(args)
         model = dflash.DraftOfTarget(config, target.build(args, pg_collection), width, rule=see, **common)
     elif targets is not None:
         model = DraftModel(config, len(targets) * config.hidden_size, **common)

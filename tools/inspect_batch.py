@@ -4,13 +4,13 @@
         --tokenizer-type ByteLevelTokenizer --seq-length 128
     python tools/inspect_batch.py --html samples.html [all flags of a training run]
 
-Of each sample: the noise and what it did, which rows a loss term scores with what weight, documents, blocks, positions
-and padding, and the attention rule as a picture; of a draft its blocks too. All flags of pretrain_dllm.py are accepted,
-and only those of the mode, the data and the tokenizer are needed: the others (model, optimizer, checkpoints, ...) have
-no effect here. No model is built and no other process started. Of parallel sizes only what they do to lengths is looked
-at. A sample is padded with its neighbours of the micro-batch: give --micro-batch-size as in training. Without
---global-batch-size, WORLD_SIZE processes are assumed, or one data-parallel rank; it matters for a schedule of block
-sizes, and for where an evaluation begins anew.
+Of each sample: the noise and what it did, which rows a loss term scores with what weight, documents, blocks,
+positions and padding, and the attention rule as a picture; blocks beside the text (drafts, canvases) too. All flags
+of pretrain_dllm.py are accepted, and only those of the mode, the data and the tokenizer are needed: the others
+(model, optimizer, checkpoints, ...) have no effect here. No model is built and no other process started. Of parallel
+sizes only what they do to lengths is looked at. A sample is padded with its neighbours of the micro-batch: give
+--micro-batch-size as in training. Without --global-batch-size, WORLD_SIZE processes are assumed, or one data-parallel
+rank; it matters for a schedule of block sizes, and for where an evaluation begins anew.
 """
 
 import argparse

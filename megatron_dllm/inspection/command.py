@@ -14,6 +14,7 @@ from megatron_dllm.presets import get_preset
 
 _GROUPS = ("data and dataloader", "tokenizer", "validation", "diffusion language model", "diffusion data")
 _SINGLE = {"seed", "micro_batch_size", "global_batch_size", "step_batch_size_schedule"}
+_SINGLE |= {"dllm_architecture", "dllm_window"}  # what a mode can do there, and what of it is not shown
 _LEFT_OUT = {"dllm_attention_backend"}  # may ask for a GPU
 
 
@@ -52,6 +53,9 @@ def read_data_flags(extend: Callable) -> tuple[Namespace, Tokenizer]:
         if args.global_batch_size is None:
             args.global_batch_size = args.micro_batch_size * max(1, args.world_size // (tp * pp * cp))
         vars(args).update({name: value for name, value in neutral.items() if name not in kept})
+        if args.dllm_architecture is not None:  # layers of its own, as many as are named
+            own = {k: v for k, v in get_preset("tiny-diffusion-gemma").items() if k not in kept}
+            vars(args).update(own)
         args.dflash_features = None  # of the target, which is not asked for any
         args.rank, args.world_size = 0, 1
 

@@ -6,6 +6,8 @@ from megatron_dllm.display import html_page, visible_text
 from megatron_dllm.inspection.samples import Inspection, Inspector
 from megatron_dllm.inspection.table import (
     Column,
+    Segment,
+    block_segments,
     block_table,
     interval,
     picture_borders,
@@ -66,17 +68,21 @@ def render(inspector: Inspector, found: list[Inspection], places: range) -> str:
             if stream and not seen.changed_Q[seen.rows(stream)].any():
                 body.append("<p>the data, unchanged</p>")
                 continue
-            for segment in segments(inspector, seen, stream):
-                body.append(f'{escape(segment.title)}<div class="text">{_flow(segment.spans)}</div>')
+            body += _segments(segments(inspector, seen, stream))
+        if seen.blocks:
+            body += ["<h3>blocks as text</h3>", *_segments(block_segments(inspector, seen))]
         body.append(f"<h3>{interval(shown)} of {len(seen)}</h3>")
         body.append(f'<div class="scroll">{_table(table(inspector, seen, shown), place_borders(seen, shown))}</div>')
-        if len(blocks_MK := seen.blocks_at(shown)):
-            borders = ["block" if k == 0 else "" for _ in blocks_MK for k in range(blocks_MK.shape[1])]
+        if blocks := seen.blocks_at(shown):
             body.append(f"<h3>blocks that begin at {interval(shown)}</h3>")
-            body.append(f'<div class="scroll">{_table(block_table(inspector, seen, blocks_MK), borders)}</div>')
+            body.append(f'<div class="scroll">{_table(*block_table(inspector, seen, blocks))}</div>')
         if (pictured := shown[:PICTURED]) and len(seen.picture(pictured)[0]):
             body.append(f"<h3>who sees whom, {interval(pictured)}</h3>\n{_picture(inspector, seen, pictured)}")
     return html_page("Samples", _STYLE, "\n".join(body))
+
+
+def _segments(found: list[Segment]) -> list[str]:
+    return [f'{escape(segment.title)}<div class="text">{_flow(segment.spans)}</div>' for segment in found]
 
 
 def _flow(spans: list[tuple[str, str]]) -> str:

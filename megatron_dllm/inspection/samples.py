@@ -1,16 +1,17 @@
 """Single samples as the network sees them, as data.
 
 All of it comes from the path that training takes: build_datasets, CorruptedSamples, Collate.layout (a micro-batch
-before context parallelism slices it) and the mode's `visible`. Nothing here knows a mode by name.
+before context parallelism slices it) and the run's attention rule. Nothing here knows a mode by name.
 
-Shapes: S places of a sample padded as in its micro-batch, A attributes, Q = streams · S rows, or with the draft blocks
-that some modes have behind their streams streams · S + N · K; a picture has M queries and P keys.
+Shapes: S places of a sample padded as in its micro-batch, A attributes, D tokens of blocks that stand beside the text,
+Q = streams · S + D rows; a picture has M queries and P keys.
 """
 
 import contextlib
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,9 +22,21 @@ from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.data.sample import PADDING_DOCUMENT
 from megatron_dllm.data.stream import Collate, CorruptedSamples
 from megatron_dllm.data.tokenizer import Tokenizer
-from megatron_dllm.models import dflash
 from megatron_dllm.modes import get_mode
-from megatron_dllm.modes.base import BLOCK, CLEAN, COMPLEMENT, CONTEXT, DOCUMENT, NOISY, STREAM, Corrupted, Rule, Term
+from megatron_dllm.modes.base import (
+    ANCHOR,
+    BLOCK,
+    CLEAN,
+    COMPLEMENT,
+    CONTEXT,
+    DOCUMENT,
+    NOISY,
+    POSITION,
+    STREAM,
+    Corrupted,
+    Rule,
+    Term,
+)
 
 STREAM_NAMES = {NOISY: "x_t", CLEAN: "x_0", CONTEXT: "context", COMPLEMENT: "complement"}
 PADDING_SHOWN = 2  # places of it
@@ -50,6 +63,18 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class Block:
+    """One that stands beside the text.
+
+    number: as the attention rule has it; place: of the text, which it begins at; rows: of Q
+    """
+
+    number: int
+    place: int
+    rows: range
+
+
+@dataclass(frozen=True)
 class Inspection:
     """One sample.
 
@@ -58,10 +83,10 @@ class Inspection:
     batch         indices of its micro-batch, which decides how far it is padded
     streams       their names, in the order of Q
     data_S        clean ids, then the padding of the micro-batch
-    places_Q      of which place of the sample a row is; of draft blocks those that come after its end too
-    blocks_NK     the rows of draft blocks, [0, 1] without any
     changed_Q     True where noise has been, also where it drew the token that was there already
-    visible       the mode's rule
+    visible       the run's rule
+    drafted       D
+    self_conditioned  whether the blocks beside the text know a first prediction; None: they never do
     """
 
     index: int
@@ -71,13 +96,13 @@ class Inspection:
     streams: list[str]
     data_S: torch.Tensor
     tokens_Q: torch.Tensor
-    places_Q: torch.Tensor
-    blocks_NK: torch.Tensor
     changed_Q: torch.Tensor
     position_ids_Q: torch.Tensor
     attributes_QA: torch.Tensor
     terms: dict[str, Scored]
     visible: Rule
+    drafted: int
+    self_conditioned: bool | None
 
     def __len__(self) -> int:
         """S."""
@@ -107,44 +132,63 @@ class Inspection:
         begins = lambda column: (attributes[1:, column] != attributes[:-1, column]).nonzero()[:, 0] + 1
         return dict.fromkeys(begins(BLOCK).tolist(), "block") | dict.fromkeys(begins(DOCUMENT).tolist(), "document")
 
-    def blocks_at(self, places: range) -> torch.Tensor:
-        """[blocks, K] rows of the draft blocks that begin at these places and count."""
-        first_N = self.blocks_NK[:, 0]
-        begins_N = self.places_Q[first_N]
-        kept_N = self.attributes_QA[first_N, DOCUMENT] != PADDING_DOCUMENT
-        return self.blocks_NK[kept_N & (begins_N >= places.start) & (begins_N < places.stop)]
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """Those beside the text that are of a document of it, in the order of their rows."""
+        first, found = len(self.streams) * len(self), []
+        column = lambda attribute: self.attributes_QA[self.rows(0), attribute]
+        attributes, start = self.attributes_QA[first:].tolist(), 0
+        key = lambda d: tuple(attributes[d][a] for a in (BLOCK, DOCUMENT, ANCHOR))
+        for stop in range(1, self.drafted + 1):
+            if stop < self.drafted and key(stop) == key(start):
+                continue
+            number, document, anchor = key(start)
+            if document != PADDING_DOCUMENT:
+                place = ((column(DOCUMENT) == document) & (column(POSITION) == anchor)).nonzero()[0, 0]
+                found.append(Block(number, int(place), range(first + start, first + stop)))
+            start = stop
+        return found
+
+    def blocks_at(self, places: range) -> list[Block]:
+        """Those that begin at these places."""
+        return [block for block in self.blocks if block.place in places]
+
+    @cached_property
+    def block_of(self) -> dict[int, Block]:
+        """Whose a row is."""
+        return {row: block for block in self.blocks for row in block.rows}
 
     def part(self, row: int) -> tuple[str, str]:
         """(name of the stream or "block" and its number, place in it) of a row."""
+        if block := self.block_of.get(row):
+            return f"block {block.number}", f"+{row - block.rows.start}"
         stream, place = divmod(row, len(self))
-        if stream < len(self.streams):
-            return self.streams[stream], str(place)
-        block, offset = divmod(row - len(self.streams) * len(self), self.blocks_NK.shape[1])
-        return f"block {block}", f"+{offset}"
+        return self.streams[stream], str(place)
 
     def heading(self, row: int) -> str:
         """What a picture says above a row and those like it."""
-        return "blocks" if row >= len(self.streams) * len(self) else self.part(row)[0]
+        return "blocks" if row in self.block_of else self.part(row)[0]
 
     def border(self, before: int, row: int) -> str:
         """What begins with `row` when `before` is shown before it: "stream", "document", "block" or ""."""
-        streams, S = len(self.streams), len(self)
-        if min(before // S, streams) != min(row // S, streams):
+        first, S = len(self.streams) * len(self), len(self)
+        if min(before, first) // S != min(row, first) // S:
             return "stream"
-        if row >= streams * S:
-            return "block" if self.part(before)[0] != self.part(row)[0] else ""
+        if row >= first:
+            return "block" if self.block_of.get(before) != self.block_of.get(row) else ""
         return self.borders().get(row % S, "")
 
     def picture(self, places: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The attention rule between these places of all streams: (queries_M, keys_P, allowed_MP, sees_M). With draft
-        blocks, of those that begin there: only they have queries.
+        """The attention rule between these places of all streams, and the blocks that begin there: (queries_M, keys_P,
+        allowed_MP, sees_M).
 
-        queries_M, keys_P: rows; allowed[q, k]: query q sees key k; sees_M: how many of all Q keys a query sees.
+        queries_M, keys_P: rows; allowed[q, k]: query q sees key k; sees_M: how many of all Q keys a query sees. Rows of
+        a CONTEXT have no queries.
         """
         streamed = torch.arange(len(self.streams) * len(self)).view(-1, len(self))
-        blocks = self.blocks_at(places).flatten()
+        blocks = torch.tensor([row for block in self.blocks_at(places) for row in block.rows], dtype=torch.int64)
         keys_P = torch.cat([streamed[:, places.start : places.stop].flatten(), blocks])
-        queries_M = blocks if len(self.blocks_NK) else keys_P
+        queries_M = keys_P[self.attributes_QA[keys_P, STREAM] != CONTEXT]
         allowed_MQ = self.visible(self.attributes_QA[queries_M][:, None], self.attributes_QA[None])
         return queries_M, keys_P, allowed_MQ[:, keys_P], allowed_MQ.sum(1)
 
@@ -152,7 +196,8 @@ class Inspection:
 class Inspector:
     """inspector(index) -> Inspection, from the arguments of a training command and its tokenizer.
 
-    notes: what the data set had to say while it was read. Raises ValueError, as training would.
+    notes: what the data set had to say while it was read, and what pictures leave out. Raises ValueError, as training
+    would.
     """
 
     def __init__(self, args, tokenizer: Tokenizer, validation: bool = False):
@@ -168,6 +213,11 @@ class Inspector:
             if args.eval_iters < 1:
                 raise ValueError("--eval-iters 0 evaluates nothing: give the number that training is given.")
         self.samples, self.collate = CorruptedSamples(source, args, split), Collate(args, 1, 0)
+        if args.dllm_window is not None:
+            self.notes.append(
+                "pictures show what full layers see; of the text in it, sliding layers see a window of "
+                f"{args.dllm_window} tokens."
+            )
         self._tokens: dict[int, tuple[str, bool]] = {}
 
     def __call__(self, index: int) -> Inspection:
@@ -177,22 +227,17 @@ class Inspector:
             rows = [self.samples[i] for i in indices]
             data_tokens = len(self.samples.samples.sample(rows[b].sample.index))
         batch, mode, c = self.collate.layout(rows), get_mode(self.args.dllm_mode), rows[b]
-        tokens_Q, attributes_QA = batch.tokens_BQ[b], batch.attributes_BQA[b]
-        streamed = slice(len(tokens_Q) - batch.drafted)
-        S = streamed.stop // batch.streams
+        tokens_Q, attributes_QA, D = batch.tokens_BQ[b], batch.attributes_BQA[b], batch.drafted
+        S = (len(tokens_Q) - D) // batch.streams
         data_S = torch.full((S,), self.args.dllm_pad_token_id)
         data_S[: len(c.sample)] = c.sample.tokens_S
-        blocks_NK, begins_NK = self._blocks(c, streamed.stop, batch.drafted)
-        places_Q = torch.cat([torch.arange(S).repeat(batch.streams), begins_NK.flatten()])
-        changed_Q, names = tokens_Q != data_S[places_Q.clamp(max=S - 1)], []
-        of_streams = (x[streamed].view(-1, S) for x in (changed_Q, attributes_QA[:, STREAM]))
-        for changed_S, kinds_S in zip(*of_streams, strict=True):
+        changed_XS, names = tokens_Q[: batch.streams * S].view(-1, S) != data_S, []
+        for changed_S, kinds_S in zip(changed_XS, attributes_QA[:, STREAM].split(S), strict=False):
             kinds = kinds_S.unique().tolist()
             names.append(" and ".join(STREAM_NAMES.get(kind, f"stream {kind}") for kind in kinds))
             if kinds == [NOISY]:
                 changed_S[: len(c.sample)] |= c.noised_S
-        alone = mode.layout([c], S, self.args).terms
-        return Inspection(
+        seen = Inspection(
             index=index,
             corrupted=c,
             data_tokens=data_tokens,
@@ -200,24 +245,17 @@ class Inspector:
             streams=names,
             data_S=data_S,
             tokens_Q=tokens_Q,
-            places_Q=places_Q,
-            blocks_NK=blocks_NK,
-            changed_Q=changed_Q,
+            changed_Q=torch.cat([changed_XS.flatten(), batch.noised_BD[b] if D else changed_XS[:0, 0]]),
             position_ids_Q=batch.position_ids_BQ[b],
             attributes_QA=attributes_QA,
-            terms={name: _scored(term, b, alone[name].count, data_S, places_Q) for name, term in batch.terms.items()},
-            visible=self._draft_rule() if batch.drafted else mode.visible,
+            terms={},
+            visible=mode.rule(self.args) if hasattr(mode, "rule") else mode.visible,
+            drafted=D,
+            self_conditioned=None if batch.self_conditioned_B is None else bool(batch.self_conditioned_B[b]),
         )
-
-    def _draft_rule(self) -> Rule:
-        return dflash.rule(self.args.dflash_causal_block, self.args.dflash_window)
-
-    def _blocks(self, c: Corrupted, first: int, drafted: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """([N, K] rows of draft blocks, the places that they stand for). first: their first row, drafted: how many."""
-        if not drafted:
-            return torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.int64)
-        K = self.args.dllm_block_size
-        return torch.arange(first, first + drafted).view(-1, K), c.anchors_N[: drafted // K, None] + torch.arange(K)
+        alone = mode.layout([c], S, self.args).terms
+        scored = {name: self._scored(seen, term, b, alone[name].count) for name, term in batch.terms.items()}
+        return replace(seen, terms=scored)
 
     def token(self, id: int) -> tuple[str, bool]:
         """(what the token adds to a text, see `Tokenizer.piece`; whether it is a special one)."""
@@ -242,24 +280,30 @@ class Inspector:
             logging.disable(logging.NOTSET)
         self.notes += [str(w.message) for w in caught if Path(w.filename).is_relative_to(_DATA)]
 
+    def _scored(self, seen: Inspection, term: Term, b: int, count: float) -> Scored:
+        row = lambda tensor: None if tensor is None else tensor[b]
+        targets_Q, weights_Q, S = term.targets_BQ[b], term.weights_BQ[b], len(seen)
+        scored = weights_Q.nonzero()[:, 0]
+        place = scored % S
+        for block in seen.blocks:
+            here = (scored >= block.rows.start) & (scored < block.rows.stop)
+            place[here] = block.place + scored[here] - block.rows.start
+        # EOS may stand in a block where the text goes on with something else, or not at all
+        eos = -1 if self.args.dllm_eos_token_id is None else self.args.dllm_eos_token_id
+        filled = (scored >= len(seen.streams) * S) & (targets_Q[scored] == eos)
 
-def _scored(term: Term, b: int, count: float, data_S: torch.Tensor, places_Q: torch.Tensor) -> Scored:
-    row = lambda tensor: None if tensor is None else tensor[b]
-    targets_Q, weights_Q, S = term.targets_BQ[b], term.weights_BQ[b], len(data_S)
-    scored = weights_Q.nonzero()[:, 0]
+        def fits(d: int) -> bool:
+            inside = (place + d >= 0) & (place + d < S)
+            same = inside & (targets_Q[scored] == seen.data_S[(place + d).clamp(0, S - 1)])
+            return bool((same | filled).all())
 
-    def fits(d: int) -> bool:
-        place = places_Q[scored] + d
-        inside = bool(((place >= 0) & (place < S)).all())
-        return inside and torch.equal(targets_Q[scored], data_S[place])
-
-    return Scored(
-        targets_Q,
-        weights_Q,
-        row(term.levels_BQ),
-        row(term.offsets_BQ),
-        row(term.inputs_BQ),
-        count,
-        term.count,
-        shifts=tuple(d for d in (0, 1, -1) if fits(d)),
-    )
+        return Scored(
+            targets_Q,
+            weights_Q,
+            row(term.levels_BQ),
+            row(term.offsets_BQ),
+            row(term.inputs_BQ),
+            count,
+            term.count,
+            shifts=tuple(d for d in (0, 1, -1) if fits(d)),
+        )

@@ -7,11 +7,11 @@ import torch
 
 from megatron_dllm.data.sample import PADDING_DOCUMENT
 from megatron_dllm.display import visible_text
-from megatron_dllm.inspection.samples import Inspection, Inspector, Scored
+from megatron_dllm.inspection.samples import Block, Inspection, Inspector, Scored
 from megatron_dllm.modes.base import BLOCK, DOCUMENT, POSITION
 
 LEVELS_SHOWN = 12
-PLACES_SHOWN = 16  # that draft blocks begin at
+BLOCKS_SHOWN = 16  # of those beside the text: their places, and as text
 _SHIFTS = {0: "the token in its place", 1: "the next token", -1: "the token before"}
 
 
@@ -34,33 +34,42 @@ def summary(inspector: Inspector, seen: Inspection) -> list[tuple[str, str]]:
         sizes[0] += f" ({seen.data_tokens} of the data, then supervised padding)"
     sizes += [count(len(documents), "document")]
     if c.block_S is not None and len(sample):
-        sizes.append(count(int(c.block_S[-1]) + 1, "block") + f" of up to {int(c.offset_S.max()) + 1}")
+        first = 1 if seen.drafted else 0  # before the first of which some stand beside the text there is none
+        sizes.append(count(int(c.block_S[-1]) + 1 - first, "block") + f" of up to {int(c.offset_S.max()) + 1}")
     if padding.any():
         sizes.append(count(int(padding.sum()), "place") + " of padding")
-    batch, drafts = f"sample {seen.index} alone", len(seen.blocks_NK) > 0
+    batch = f"sample {seen.index} alone"
     if len(seen.batch) > 1:
         batch = f"samples {seen.batch.start} to {seen.batch.stop - 1}"
-    parts = f"{' | '.join(seen.streams)}{' | blocks' * drafts}, {S} places{' each' * (len(seen.streams) > 1)}"
+    parts = f"{' | '.join(seen.streams)}{' | blocks' if seen.drafted else ''}, {S} places"
+    parts += " each" if len(seen.streams) > 1 else ""
     noise = f"{int(c.noised_S.sum())} of {int(sample.loss_mask_S.sum())} supervised tokens, {_levels(seen)}"
     said = [
         ("sample", ", ".join(sizes)),
         ("input", f"{parts}; padded as in the micro-batch of {batch}"),
-        ("blocks", _blocks(seen)) if drafts else ("noise", noise),
+        ("blocks", _blocks(seen)) if seen.drafted else ("noise", noise),
     ]
     return said + [(f"term {name}", _term(seen, term)) for name, term in seen.terms.items()]
 
 
 def _blocks(seen: Inspection) -> str:
-    """How many draft blocks there are, and where."""
-    (N, K), kept_MK = seen.blocks_NK.shape, seen.blocks_at(range(len(seen)))
-    said = f"{count(N, 'block')} of {K} tokens laid out, {len(kept_MK)} of this sample"
-    if not len(kept_MK):
-        return said
-    begins = seen.places_Q[kept_MK[:, 0]].tolist()
-    shown = " ".join(map(str, begins[:PLACES_SHOWN])) + (" ..." if len(begins) > PLACES_SHOWN else "")
-    known = sorted(set(seen.corrupted.prefix_N[: len(kept_MK)].tolist()))
-    of = count(known[0], "token") if len(known) == 1 else f"{known[0]} to {known[-1]} tokens"
-    return f"{said}, of each {of} known; they begin at places {shown}"
+    """How many there are beside the text, their noise, and where they begin."""
+    longest = max((len(block.rows) for block in seen.blocks), default=0)
+    laid_out = f"laid out in {count(seen.drafted, 'place')}"
+    if not seen.blocks:
+        return f"none of this sample, {laid_out}"
+    clean = sorted({int((~seen.changed_Q[list(block.rows)]).sum()) for block in seen.blocks})
+    of = count(clean[0], "token") if len(clean) == 1 else f"{clean[0]} to {clean[-1]} tokens"
+    said = f"{count(len(seen.blocks), 'block')} of up to {count(longest, 'token')}, {laid_out}; of each {of} not noised"
+    first = len(seen.streams) * len(seen)
+    levels = [t.levels_Q[first:][t.weights_Q[first:] != 0] for t in seen.terms.values() if t.levels_Q is not None]
+    if levels := torch.cat(levels).unique().tolist() if levels else []:
+        said += f", level {' '.join(map(number, levels[:LEVELS_SHOWN]))}{' ...' * (len(levels) > LEVELS_SHOWN)}"
+    if seen.self_conditioned is not None:
+        said += f", {'' if seen.self_conditioned else 'not '}knowing a first prediction"
+    shown = " ".join(str(block.place) for block in seen.blocks[:BLOCKS_SHOWN])
+    begin = "it begins at place" if len(seen.blocks) == 1 else "they begin at places"
+    return f"{said}; {begin} {shown}{' ...' * (len(seen.blocks) > BLOCKS_SHOWN)}"
 
 
 def _levels(seen: Inspection) -> str:
@@ -74,12 +83,12 @@ def _levels(seen: Inspection) -> str:
 
 
 def _term(seen: Inspection, term: Scored) -> str:
-    places = []
+    places, S = [], len(seen)
     for stream, name in enumerate(seen.streams):
         rows = int((term.weights_Q[seen.rows(stream)] != 0).sum())
         if rows:
             places.append(f"{count(rows, 'row')} of {name}")
-    if rows := int((term.weights_Q[seen.blocks_NK] != 0).sum()):
+    if rows := int((term.weights_Q[len(seen.streams) * S :] != 0).sum()):
         places.append(f"{count(rows, 'row')} of blocks")
     denominator = f"counts {number(term.count)} (its micro-batch {number(term.batch_count)})"
     if not places:
@@ -182,9 +191,9 @@ def table(inspector: Inspector, seen: Inspection, places: range) -> list[Column]
     pad = ["pad" if padding[i] else "" for i in places]
     add("", "sup", ("S" if supervised[i] else "" for i in places), right=False)
     add_tokens("", "data", (seen.data_S[i].item() for i in places), pad)
-    if len(seen.blocks_NK):
-        begun = {place: ", ".join(map(str, blocks)) for place, blocks in begins(seen).items()}
-        add("", "block", (begun.get(place, "") for place in places))
+    if seen.drafted:
+        begun = {place: ", ".join(map(str, numbers)) for place, numbers in begins(seen).items()}
+        add("", "begins", (begun.get(place, "") for place in places))
     for stream, group in enumerate(seen.streams):
         part = seen.rows(stream)
         rows = [part.start + place for place in places]
@@ -206,33 +215,44 @@ def place_borders(seen: Inspection, places: range) -> list[str]:
 
 def picture_borders(seen: Inspection, rows: torch.Tensor) -> list[str]:
     """The same of a picture's rows, and "stream" where another one begins."""
-    wide, rows = draws_blocks(seen) or len(seen.blocks_NK) > 0, rows.tolist()
+    wide, rows = draws_blocks(seen), rows.tolist()
     kinds = ["", *(seen.border(before, row) for before, row in itertools.pairwise(rows))]
-    return ["" if kind == "block" and not wide else kind for kind in kinds]
+    hidden = lambda kind, row: kind == "block" and not wide and row not in seen.block_of
+    return ["" if hidden(kind, row) else kind for kind, row in zip(kinds, rows, strict=False)]
 
 
 def begins(seen: Inspection) -> dict[int, list[int]]:
-    """{place: numbers of the draft blocks that begin there}, of those that count."""
+    """{place: numbers of the blocks beside the text that begin there}."""
     found: dict[int, list[int]] = {}
-    for row in seen.blocks_at(range(len(seen)))[:, 0].tolist():
-        block = (row - len(seen.streams) * len(seen)) // seen.blocks_NK.shape[1]
-        found.setdefault(seen.places_Q[row].item(), []).append(block)
+    for block in seen.blocks:
+        found.setdefault(block.place, []).append(block.number)
     return found
 
 
-def block_table(inspector: Inspector, seen: Inspection, blocks_MK: torch.Tensor) -> list[Column]:
-    """What there is to say about draft blocks, a row for each of their tokens."""
-    columns, rows = _Columns(inspector), blocks_MK.flatten().tolist()
-    first, K = len(seen.streams) * len(seen), seen.blocks_NK.shape[1]
-    columns.add("", "block", ((row - first) // K for row in rows))
-    columns.add("", "in it", ((row - first) % K for row in rows))
-    columns.add("", "place", seen.places_Q[rows].tolist())
+def block_table(inspector: Inspector, seen: Inspection, blocks: list[Block]) -> tuple[list[Column], list[str]]:
+    """(what there is to say about blocks beside the text, a row for each of their tokens; "block" where one begins)."""
+    columns, members = _Columns(inspector), [(block, k) for block in blocks for k in range(len(block.rows))]
+    rows = [block.rows[k] for block, k in members]
+    columns.add("", "block", (block.number for block, _ in members))
+    columns.add("", "in it", (k for _, k in members))
+    columns.add("", "place", (_place(seen, block, k) for block, k in members))
     columns.add("", "doc", seen.attributes_QA[rows, DOCUMENT].tolist())
     columns.add("", "pos", seen.position_ids_Q[rows].tolist())
     noised = ["noised" if changed else "" for changed in seen.changed_Q[rows].tolist()]
     columns.add_tokens("blocks", "sees", seen.tokens_Q[rows].tolist(), noised)
-    columns.add_terms("blocks", seen, slice(first, None), rows)
-    return columns
+    columns.add_terms("blocks", seen, slice(len(seen.streams) * len(seen), None), rows)
+    return columns, ["" if k else "block" for _, k in members]
+
+
+def _place(seen: Inspection, block: Block, k: int) -> int | str:
+    """Of the text, where a token of a block is; "-" if it is scored against a token that the text does not have."""
+    place, target = block.place + k, _target(seen, block.rows[k])
+    return place if target is None or (place < len(seen) and seen.data_S[place] == target) else "-"
+
+
+def _target(seen: Inspection, row: int) -> int | None:
+    """The token that belongs into a row of a block, as far as a term scores it."""
+    return next((int(t.targets_Q[row]) for t in seen.terms.values() if t.weights_Q[row]), None)
 
 
 # --- the sample as text -----------------------------------------------------------------------------------------------
@@ -250,40 +270,63 @@ class Segment:
     spans: list[tuple[str, str]]
 
 
+class _Spans(list):
+    def __init__(self, inspector: Inspector):
+        super().__init__()
+        self._token, self._mask_id = inspector.token, inspector.args.dllm_mask_token_id
+
+    def token(self, id: int, gets: int, noised: bool, padding: bool = False) -> None:
+        """One that is `id` in the data, and of which the network sees `gets`."""
+        text, special = self._token(id)
+        mark = "noised" if noised else "pad" if padding else "special" if special else ""
+        replaced = noised and gets != self._mask_id
+        if self and self[-1][1] == mark and not replaced:
+            text = self.pop()[0] + text
+        self.append((text, mark))
+        if replaced:
+            self.append((self._token(gets)[0], "gets"))
+
+    def segment(self, title: str) -> Segment:
+        return Segment(title, [(visible_text(text), mark) for text, mark in self])
+
+
 def segments(inspector: Inspector, seen: Inspection, stream: int) -> list[Segment]:
     """The whole sample, as one stream has it."""
-    S, mask_id, first = len(seen), inspector.args.dllm_mask_token_id, seen.rows(stream).start
+    S, first = len(seen), seen.rows(stream).start
     documents, supervised = seen.attributes_QA[:S, DOCUMENT].tolist(), seen.supervised_S().tolist()
-    borders, drafts = seen.borders() if draws_blocks(seen) else {}, dict.fromkeys(begins(seen), "block")
+    borders, beside = seen.borders() if draws_blocks(seen) else {}, begins(seen)
     part = list(zip(documents, supervised, strict=True))
     edges = [0, *(i for i in range(1, S) if part[i] != part[i - 1]), S]
     found = []
     for start, stop in zip(edges, edges[1:], strict=False):
-        spans: list[tuple[str, str]] = []
+        padding, spans = documents[start] == PADDING_DOCUMENT, _Spans(inspector)
         for i in range(start, stop):
-            if (i > start and borders.get(i) == "block") or i in drafts:
+            if (i > start and borders.get(i) == "block") or i in beside:
                 spans.append(("", "block"))
-            text, special = inspector.token(seen.data_S[i].item())
-            mark = "special" if special else ""
-            if documents[i] == PADDING_DOCUMENT:
-                mark = "pad"
-            if seen.changed_Q[first + i]:
-                mark = "noised"
-            gets = seen.tokens_Q[first + i].item()
-            replaced = mark == "noised" and gets != mask_id
-            if spans and spans[-1][1] == mark and not replaced:
-                text = spans.pop()[0] + text
-            spans.append((text, mark))
-            if replaced:
-                spans.append((inspector.token(gets)[0], "gets"))
+            gets, noised = seen.tokens_Q[first + i].item(), bool(seen.changed_Q[first + i])
+            spans.token(seen.data_S[i].item(), gets, noised, padding)
         what = f"document {documents[start]}, {'supervised' if supervised[start] else 'not supervised'}"
-        if documents[start] == PADDING_DOCUMENT:
+        if padding:
             what = "padding"
             ids = set(seen.tokens_Q[first + start : first + stop].tolist())
             if len(ids) == 1:  # as it should be
-                spans = [(f"{inspector.token(ids.pop())[0]}×{stop - start}", "pad")]
-        title = f"{what}, {interval(range(start, stop))}"
-        found.append(Segment(title, [(visible_text(text), mark) for text, mark in spans]))
+                spans[:] = [(f"{inspector.token(ids.pop())[0]}×{stop - start}", "pad")]
+        found.append(spans.segment(f"{what}, {interval(range(start, stop))}"))
+    return found
+
+
+def block_segments(inspector: Inspector, seen: Inspection) -> list[Segment]:
+    """The first blocks beside the text, one each. Of a noised token that no term scores it shows what the network sees:
+    what belongs there is not always known."""
+    found = []
+    for block in seen.blocks[:BLOCKS_SHOWN]:
+        spans = _Spans(inspector)
+        for row in block.rows:
+            gets, target = seen.tokens_Q[row].item(), _target(seen, row)
+            spans.token(gets if target is None else target, gets, target is not None and bool(seen.changed_Q[row]))
+        found.append(spans.segment(f"block {block.number}, {count(len(block.rows), 'token')} from place {block.place}"))
+    if more := len(seen.blocks) - len(found):
+        found.append(Segment(f"and {count(more, 'block')} more", []))
     return found
 
 

@@ -6,6 +6,8 @@ from megatron_dllm.display import visible_text, width
 from megatron_dllm.inspection.samples import Inspection, Inspector
 from megatron_dllm.inspection.table import (
     Column,
+    Segment,
+    block_segments,
     block_table,
     interval,
     picture_borders,
@@ -48,15 +50,20 @@ def render(inspector: Inspector, seen: Inspection, places: range, paint: Paint) 
         if stream and not seen.changed_Q[seen.rows(stream)].any():
             lines.append("  the data, unchanged")
             continue
-        for segment in segments(inspector, seen, stream):
-            lines += [f"  {segment.title}", *(f"    {line}" for line in _flow(segment.spans, paint))]
+        lines += _segments(segments(inspector, seen, stream), paint)
+    if seen.blocks:
+        lines += ["", paint("blocks as text", "title"), *_segments(block_segments(inspector, seen), paint)]
     lines += ["", paint(f"{interval(places)} of {len(seen)}", "title")]
     borders = place_borders(seen, places)
     lines += _table(table(inspector, seen, places), ["document", *borders[1:]] if places else [], paint)
-    if len(seen.blocks_NK):
+    if seen.drafted:
         lines += ["", *_blocks(inspector, seen, places, paint)]
     lines += ["", *_picture(inspector, seen, places[:PICTURED], paint)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _segments(found: list[Segment], paint: Paint) -> list[str]:
+    return [line for s in found for line in (f"  {s.title}", *(f"    {line}" for line in _flow(s.spans, paint)))]
 
 
 def _flow(spans: list[tuple[str, str]], paint: Paint) -> list[str]:
@@ -76,13 +83,12 @@ def _flow(spans: list[tuple[str, str]], paint: Paint) -> list[str]:
 
 
 def _blocks(inspector: Inspector, seen: Inspection, places: range, paint: Paint) -> list[str]:
-    """The draft blocks that begin at these places."""
-    blocks_MK = seen.blocks_at(places)
-    if not len(blocks_MK):
+    """Those beside the text that begin at these places."""
+    if not (blocks := seen.blocks_at(places)):
         return [f"no block begins at {interval(places)}"]
-    borders = ["block" if k == 0 else "" for _ in blocks_MK for k in range(blocks_MK.shape[1])]
+    columns, borders = block_table(inspector, seen, blocks)
     lines = [paint(f"blocks that begin at {interval(places)}", "title")]
-    return lines + _table(block_table(inspector, seen, blocks_MK), ["document", *borders[1:]], paint)
+    return lines + _table(columns, ["document", *borders[1:]], paint)
 
 
 def _table(columns: list[Column], borders: list[str], paint: Paint) -> list[str]:

@@ -13,6 +13,7 @@ A mode is a module in this folder with these names, always in this order (see `m
     corrupt(sample, draws, args)        Sample -> Corrupted; one sample, CPU, pure
     layout(samples, length, args)       [Corrupted] -> ModelInput; what the network sees, and what is scored
     visible(query, key)                 may this query attend to this key? boolean, on attribute vectors
+    rule(args)                          optional: what takes its place in a run, where flags change it
     loss(score, args)                   ScoreView -> [LossTerm]; never sees layouts, autocast or .backward()
     reverse(candidates, quota, threshold)   one denoising step for the samplers: (chosen_K, ids_K), which of the
                                         candidates (generation/selection.py) to commit, and to which ids
@@ -38,7 +39,9 @@ NUM_ATTRIBUTES = 4
 # One more, of modes whose blocks stand beside the text (dflash, block_diffusion): the position at which a token's block
 # begins. What such a token sees of the text, and a sliding window of it, is counted from there.
 ANCHOR = NUM_ATTRIBUTES
-NOISY, CLEAN, CONTEXT, COMPLEMENT = range(4)  # values of STREAM; COMPLEMENT: a second noisy copy
+# values of STREAM; CONTEXT: keys that another network's hidden states give, without queries; COMPLEMENT: a second
+# noisy copy
+NOISY, CLEAN, CONTEXT, COMPLEMENT = range(4)
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -93,7 +96,8 @@ class ModelInput:
     streams: into how many equally long streams Q divides; a context-parallel rank owns the same positions
     of each. drafted: tokens of blocks after the streams (dflash, block_diffusion). tokens: counters for the logs (sums
     over the micro-batch). self_conditioned_B: bool, rows whose blocks are denoised with a first prediction in view;
-    None where there are never any. noised_BD: bool, which of the drafted tokens are noised, for tools that show them.
+    None where there are never any. noised_BD: bool, which of the drafted tokens are noised, for tools that show them;
+    given wherever tokens are drafted.
     """
 
     tokens_BQ: torch.Tensor

@@ -244,6 +244,7 @@ def layout(samples: list[Anchored], length: int, args) -> ModelInput:
         attributes_BQA=attributes_BTA,
         terms={"dllm": term},
         drafted=N * K,
+        noised_BD=~known_BNK.flatten(1),
         tokens={
             "supervised": float(rows.loss_mask_BS.sum()),
             "noised": float(scored_BNK.sum()),
@@ -258,6 +259,13 @@ def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     from megatron_dllm.models import draft
 
     return draft.visible(query, key)
+
+
+def rule(args):
+    """`visible` with the variants that are asked for."""
+    from megatron_dllm.models import dflash
+
+    return dflash.rule(args.dflash_causal_block, args.dflash_window)
 
 
 def loss(score, args) -> list[LossTerm]:

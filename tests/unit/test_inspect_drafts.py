@@ -73,7 +73,10 @@ def test_what_is_shown_is_what_trains(inspector, variant, kind):
     for index in (0, 5, 8, 11):
         seen, (c, batch, b) = inspect(index), laid_out(inspect, index)
         S = batch.tokens_BQ.shape[1] - batch.drafted
-        assert len(seen) == S and seen.streams == ["context"] and seen.blocks_NK.shape == (batch.drafted // 4, 4)
+        assert len(seen) == S and seen.streams == ["context"] and seen.drafted == batch.drafted
+        numbers = c.kept_N.nonzero()[:, 0].tolist()
+        assert [block.rows for block in seen.blocks] == [range(S + 4 * n, S + 4 * n + 4) for n in numbers]
+        assert [(block.number, block.place) for block in seen.blocks] == [(n, int(c.anchors_N[n])) for n in numbers]
         assert torch.equal(seen.tokens_Q, batch.tokens_BQ[b])
         assert torch.equal(seen.attributes_QA, batch.attributes_BQA[b])
         term = seen.terms["dllm"]
@@ -84,10 +87,11 @@ def test_what_is_shown_is_what_trains(inspector, variant, kind):
         begins = {anchor: [] for anchor in c.anchors_N[c.kept_N].tolist()}
         for n, anchor in enumerate(c.anchors_N[c.kept_N].tolist()):
             begins[anchor].append(n)
-        found = {int(row["", "place"]): row["", "block"] for row in context if ("", "block") in row}
+        found = {int(row["", "place"]): row["", "begins"] for row in context if ("", "begins") in row}
         assert found == {place: ", ".join(map(str, numbers)) for place, numbers in begins.items()}
         rows = blocks[0] if blocks else []
         assert len(rows) == 4 * int(c.kept_N.sum())
+        lines = dict.fromkeys(numbers, "")
         for row in rows:
             n, k, place = (int(row["", name]) for name in ("block", "in it", "place"))
             prefix = int(c.prefix_N[n])
@@ -95,15 +99,21 @@ def test_what_is_shown_is_what_trains(inspector, variant, kind):
             inside = place < len(c.sample) and c.sample.document_S[place] == c.sample.document_S[place - k]
             word = visible_text(inspect.token(c.sample.tokens_S[place].item())[0]) if inside else None
             assert row["blocks", "sees"] == (word if inside and k < prefix else "<mask>")
-            if inside and k >= prefix and c.sample.loss_mask_S[place]:
+            scores = inside and k >= prefix and c.sample.loss_mask_S[place]
+            lines[n] += f"⟦{word}⟧" if scores else row["blocks", "sees"]
+            if scores:
                 weight = torch.exp(torch.tensor(-(k - prefix) / inspect.args.dflash_loss_decay))
                 assert row["blocks", "dllm"] == word and row["blocks", "weight"] == f"{weight:.4g}"
                 scored += 1
             else:
                 assert ("blocks", "dllm") not in row
-        # the picture, a line for each token of a block
+        # the blocks as text, then the picture, a line for each token of a block
+        plain = text.render(inspect, seen, range(S), text.plain).replace("⏎\n    ", "⏎").splitlines()
+        for n, line in lines.items():
+            at = plain.index(f"  block {n}, 4 tokens from place {int(c.anchors_N[n])}")
+            assert plain[at + 1].strip() == line.replace("⟧⟦", "")
         shown = seen.clip(3, 20)
-        kept = seen.blocks_at(shown).flatten().tolist()
+        kept = [row for block in seen.blocks_at(shown) for row in block.rows]
         assert kept == [q for q in range(S, len(seen.tokens_Q)) if (q - S) // 4 in numbers_in(c, shown)]
         keys, a = [*shown, *kept], seen.attributes_QA
         expected = [[rule(a[q], a[key]).item() for key in keys] for q in kept]
@@ -133,14 +143,14 @@ def test_summary_in_words(inspector):
     assert said["sample"].startswith(f"{len(c.sample)} tokens, 1 document")
     assert said["input"] == f"context | blocks, {len(seen)} places; padded as in the micro-batch of samples 8 to 9"
     assert said["blocks"] == (
-        f"6 blocks of 4 tokens laid out, {int(c.kept_N.sum())} of this sample, of each 1 token known; they begin at "
-        f"places {begins}"
+        f"{int(c.kept_N.sum())} blocks of up to 4 tokens, laid out in 24 places; of each 1 token not noised; "
+        f"they begin at places {begins}"
     )
     assert re.match(
         r"scores \d+ rows of blocks for the token in its place; weights [\d.]+ to 1, sum", said["term dllm"]
     )
     assert (
-        "of each 2 to 3 tokens known"
+        "of each 2 to 3 tokens not noised"
         in dict(table.summary(*two(inspector("chat", *VARIANTS["prefix"].split()))))["blocks"]
     )
 
@@ -153,7 +163,7 @@ def test_a_sample_without_blocks_that_count(inspector):
     inspect = inspector("chat", "--dllm-block-size", "16")
     seen = inspect(0)
     said = dict(table.summary(inspect, seen))
-    assert said["blocks"] == "1 block of 16 tokens laid out, 0 of this sample"
+    assert said["blocks"] == "none of this sample, laid out in 16 places"
     assert said["term dllm"].startswith("scores nothing here")
     assert "no block begins at" in text.render(inspect, seen, range(32), text.plain)
     assert len(page_tables(page.render(inspect, [seen], range(32)))) == 1
@@ -167,7 +177,7 @@ def test_a_whole_training_command(tool, places, tmp_path):  # noqa: F811
     command = [*BASE, "--dflash-target", places["target"], *places["chat"], *layout.split(), "--train-iters", "3"]
     command += ["--dflash-features", tmp_path / "nothing", "--dflash-eval-interval", "2", "--samples", "2"]
     code, out, error = tool(command)
-    assert (code, error) == (0, "") and out.count(" tokens laid out, ") == 2 and "blocks that begin at" in out
+    assert (code, error) == (0, "") and out.count(" laid out in ") == 2 and "blocks that begin at" in out
     again, other, _ = tool([*command, "--hf-model", places["draft"]])
     assert again == 0 and other == out
     file = tmp_path / "page.html"
