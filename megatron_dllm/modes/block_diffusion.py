@@ -316,8 +316,11 @@ def _canvas_part(c: Canvases, C: int, args) -> dict[str, torch.Tensor]:
 
 def visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Canvas: the whole of itself, and the text of earlier blocks, never that of its own. Text: causal."""
-    own_block, context, clean = common.seen_between_streams(query, key)
-    return own_block | context | (clean & (key[..., POSITION] <= query[..., POSITION]))
+    text, canvas = query[..., STREAM] == CLEAN, query[..., STREAM] != CLEAN
+    before = torch.where(text, key[..., POSITION] <= query[..., POSITION], key[..., BLOCK] < query[..., BLOCK])
+    itself = canvas & (key[..., BLOCK] == query[..., BLOCK])
+    sees = torch.where(key[..., STREAM] == CLEAN, before, itself)
+    return sees & (query[..., DOCUMENT] == key[..., DOCUMENT])
 
 
 def loss(score, args) -> list[LossTerm]:
