@@ -25,11 +25,12 @@ from megatron_dllm.data.datasets import Datasets
 from megatron_dllm.data.stream import StepStream, build_stream
 from megatron_dllm.metrics import LossCurves, memory_gib
 from megatron_dllm.models import dflash, get_family, target
-from megatron_dllm.models.dlm import DiffusionLM, ScoreView
+from megatron_dllm.models.dlm import DiffusionLM
 from megatron_dllm.models.draft import DraftModel
 from megatron_dllm.models.gemma import DiffusionGemma
 from megatron_dllm.models.gemma_layers import Shape
 from megatron_dllm.models.init import initialize
+from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.models.weights import is_gemma, target_layers
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import LossTerm

@@ -13,7 +13,7 @@ import torch
 from megatron_dllm import noise
 from megatron_dllm.data.sample import Sample
 from megatron_dllm.evaluation.masks import masks_of_blocks, passes
-from megatron_dllm.models.dlm import ScoreView
+from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.modes import common, get_mode
 from megatron_dllm.modes.base import CLEAN, Corrupted, ModelInput
 from megatron_dllm.parallel import RankTerm

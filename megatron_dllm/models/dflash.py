@@ -7,7 +7,8 @@ import torch
 from megatron.core.transformer.enums import ModelType
 
 from megatron_dllm.models import draft
-from megatron_dllm.models.dlm import DiffusionLM, ScoreView
+from megatron_dllm.models.dlm import DiffusionLM
+from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.models.target import Target
 from megatron_dllm.models.targets.base import whole_text
 from megatron_dllm.modes.base import NUM_ATTRIBUTES

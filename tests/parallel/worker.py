@@ -39,7 +39,7 @@ from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.data.stream import Collate, CorruptedSamples, Split
 from megatron_dllm.models import init as weights
-from megatron_dllm.models.dlm import ScoreView
+from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import CONTEXT, DOCUMENT, NUM_ATTRIBUTES, STREAM
 from megatron_dllm.parallel import rank_positions

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from megatron_dllm.data.sample import Sample
-from megatron_dllm.models.dlm import ScoreView
+from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.modes import dflash
 from megatron_dllm.modes.base import ModelInput
 from megatron_dllm.noise import Draws

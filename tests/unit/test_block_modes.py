@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dllm.models.dlm import ScoreView
+from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.modes import common, hybrid, idlm
 from megatron_dllm.modes.base import (
     BLOCK,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_dllm.data.sample import Sample
 from megatron_dllm.data.stream import CorruptedSamples, Split
-from megatron_dllm.models.dlm import ScoreView
+from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.modes import MODES, get_mode, mdlm
 from megatron_dllm.modes.base import BLOCK, DOCUMENT, POSITION, STREAM, Corrupted
 from megatron_dllm.noise import Draws, ValidationDraws

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dllm.models.dlm import ScoreView
 from megatron_dllm.models.reductions import WeightedLoss, taking_part
+from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.parallel import RankTerm
 from tests.one_process import OneRank, attributes_of, one_process, packed, randomize, small_model
 from tests.unit.test_head import D, LargestTensor, Ranks, close, problem, relative

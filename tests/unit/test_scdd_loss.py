@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dllm.models.dlm import ScoreView
+from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.modes import mdlm, scdd
 from megatron_dllm.modes.base import Corrupted
 from megatron_dllm.noise import Draws

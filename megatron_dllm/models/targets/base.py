@@ -6,7 +6,7 @@ Shapes: S tokens of the context (this rank's under context parallelism), F featu
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_dllm.models.dlm import Head
+from megatron_dllm.models.scoring import Head
 from megatron_dllm.modes.base import DOCUMENT, POSITION
 from megatron_dllm.parallel import rank_positions
 
