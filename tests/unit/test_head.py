@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dllm.models import dlm
+from megatron_dllm.models import scoring
 from megatron_dllm.models.head import WeightedNLL
 from megatron_dllm.modes import mdlm
 from megatron_dllm.parallel import RankTerm
@@ -188,7 +188,7 @@ def test_the_chunk_size_reaches_the_training_path(monkeypatch):
         term = RankTerm(torch.arange(Q), tokens_BQ[0], torch.ones(Q), torch.ones(Q))
 
         def step(chunk):
-            monkeypatch.setattr(dlm, "HEAD_CHUNK_ROWS", chunk)
+            monkeypatch.setattr(scoring, "HEAD_CHUNK_ROWS", chunk)
             model.zero_grad()
             attributes_BQA = attributes_of(documents_BQ, positions_BQ)
             with LargestTensor() as largest:
