@@ -24,7 +24,8 @@ from megatron_dllm.models.rope import parse_scaling
 from megatron_dllm.models.weights import GEMMA, target_layers
 from megatron_dllm.modes import MODES, get_mode
 from megatron_dllm.presets import PRESETS, get_preset
-from megatron_dllm.validation import check_flags, check_layout, resolve_vocabulary, set_model_length
+from megatron_dllm.validation import check_flags, check_layout, set_model_length
+from megatron_dllm.vocabulary import resolve_vocabulary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_dllm.launch import default_to_one_process
 from megatron_dllm.models import target as target_of_draft
 from megatron_dllm.models.weights import target_layers
-from megatron_dllm.validation import check_mask_token
+from megatron_dllm.vocabulary import check_mask_token
 
 # What described the training run's layout, data and bookkeeping, and has no meaning for one that only reads weights.
 _NEUTRAL = dict(
