@@ -19,26 +19,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from megatron_dllm.models.attention import RuleAttention
+from megatron_dllm.models.norms import HeadRMSNorm, RMSNorm
 from megatron_dllm.models.rope import angles, frequencies
 from megatron_dllm.models.scoring import Head, ScoreView
 from megatron_dllm.modes.base import DOCUMENT, Rule
 from megatron_dllm.parallel import RankTerm
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under Megatron's constructor. The wrapped torch norm of Megatron's local spec refuses
-    sequence parallelism; all it takes is to mark the weight, so that its gradient is summed over shards."""
-
-    def __init__(self, config, hidden_size, eps=1e-5, **unused):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-
-class HeadRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of query and key heads: it sees whole sequences, also under sequence parallelism."""
-
-    def __init__(self, config, hidden_size, eps=1e-5, **unused):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 def block_spec(config, rule: Rule, backend: str, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -23,7 +23,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dllm.models.dlm import RMSNorm, block_spec
+from megatron_dllm.models.dlm import block_spec
+from megatron_dllm.models.norms import RMSNorm
 from megatron_dllm.models.rope import angles, frequencies
 from megatron_dllm.modes.base import ANCHOR, BLOCK, CONTEXT, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM, Rule
 

@@ -21,8 +21,9 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_dllm.models import gemma_layers
-from megatron_dllm.models.dlm import DiffusionLM, RMSNorm
+from megatron_dllm.models.dlm import DiffusionLM
 from megatron_dllm.models.gemma_layers import MLP_PARTS, Shape, own_rows, rms
+from megatron_dllm.models.norms import RMSNorm
 from megatron_dllm.models.rope import angles
 from megatron_dllm.models.scoring import HEAD_CHUNK_ROWS
 from megatron_dllm.modes.base import CLEAN, STREAM

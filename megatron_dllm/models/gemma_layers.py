@@ -42,7 +42,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_dllm.models.attention import RuleAttention
-from megatron_dllm.models.dlm import HeadRMSNorm, RMSNorm, own_shard
+from megatron_dllm.models.dlm import own_shard
+from megatron_dllm.models.norms import HeadRMSNorm, RMSNorm, rms_norm
 from megatron_dllm.modes.base import ANCHOR, CLEAN, DOCUMENT, POSITION, STREAM, Rule
 
 MLP_PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -87,7 +88,7 @@ def configure(config) -> None:
 
 def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm without a weight."""
-    return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return rms_norm(x, None, eps)
 
 
 def within_window(query: torch.Tensor, key: torch.Tensor, rule: Rule, window: int) -> torch.Tensor:

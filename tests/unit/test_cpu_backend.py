@@ -44,7 +44,8 @@ def test_gpu_packages_that_cannot_be_imported_are_never_imported(tmp_path):
     out = python(
         """
         import megatron_dllm, torch
-        from megatron_dllm.models.dlm import RMSNorm, block_spec
+        from megatron_dllm.models.dlm import block_spec
+        from megatron_dllm.models.norms import RMSNorm
         from megatron_dllm.modes import mdlm
         from tests.one_process import small_config
         import megatron.core.parallel_state as parallel_state
