@@ -1,8 +1,8 @@
 """RMS norms under Megatron's constructor: y = x / sqrt(mean(x²) + eps) · w.
 
 torch.nn.RMSNorm is one kernel on a GPU. On a CPU it is seven, and its gradient, made by autograd of these, a dozen: in
-a stack with many norms half as long as the matrix products. There the gradient is taken in closed form, with x̂ = x·r and
-r = 1 / sqrt(mean(x²) + eps):
+a stack with many norms half as long as the matrix products. There the gradient is taken in closed form, with x̂ = x·r
+and r = 1 / sqrt(mean(x²) + eps):
 
     dL/dw = Σ_rows g · x̂;      dL/dx = r · (g·w - x̂ · mean(g · w · x̂))
 """
