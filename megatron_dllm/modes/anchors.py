@@ -36,16 +36,19 @@ def overlap(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.T
 
 def nonoverlap(sample: Sample, N: int, K: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks that do not overlap, as many as fit, with random gaps between them. (The published way draws one set for a
-    whole batch, which would make a sample's blocks depend on its neighbours; of a batch of one it is this.)"""
+    whole batch, which would make a sample's blocks depend on its neighbours; of a batch of one it is this, unless more
+    blocks fit than there are tokens left between them: of those it has copies in place of the last ones.)"""
     length = len(sample)
     count = min(N, max(1, (length - 1) // K))
     available = length - count * K
-    if available < 1:
-        starts = torch.arange(1, count + 1)
-    else:
+    if available < 1:  # no whole block after the first token: none will be kept
+        gaps = torch.zeros(1, dtype=torch.int64)
+    elif available >= count:
         gaps = torch.randperm(available, generator=g)[:count].sort().values
-        starts = gaps + K * torch.arange(len(gaps)) + 1
-    anchors_N = torch.cat([starts, starts[-1:].expand(N - len(starts))])
+    else:  # some blocks touch: every arrangement is as likely as another
+        gaps = torch.randperm(available + count - 1, generator=g)[:count].sort().values - torch.arange(count)
+    starts = gaps + K * torch.arange(count) + 1
+    anchors_N = torch.cat([starts, starts[-1:].expand(N - count)])
     return _published(sample, anchors_N, torch.arange(N) < count, K)
 
 

@@ -49,6 +49,28 @@ def test_anchors_are_supervised_tokens_with_a_whole_block(lengths, bits, K, N, i
     assert set(anchors) <= set(more.anchors_N[more.kept_N].tolist())  # a larger N adds some
 
 
+@settings(max_examples=200, deadline=None)
+@given(length=st.integers(1, 80), K=st.integers(2, 9), N=st.integers(1, 40), index=st.integers(0, 2**40))
+def test_blocks_that_do_not_overlap(length, K, N, index):
+    """As many as fit after the first token, each whole and at a place of its own."""
+    anchors_N, kept_N = dflash.nonoverlap(make_sample([0] * length, index=index), N, K, Draws(3, index).generator("x"))
+    assert len(anchors_N) == len(kept_N) == N and anchors_N.max() < length
+    anchors = anchors_N[kept_N].tolist()
+    assert kept_N.tolist() == [True] * min(N, (length - 1) // K) + [False] * (N - min(N, (length - 1) // K))
+    assert all(a + K <= b for a, b in zip(anchors, anchors[1:], strict=False))
+    assert not anchors or (anchors[0] >= 1 and anchors[-1] + K <= length)
+
+
+def test_blocks_that_fill_a_sample():
+    """191 blocks of 16 in 3072 tokens leave 16 between them. Of fewer, every arrangement is as likely as another."""
+    anchors_N, kept_N = dflash.nonoverlap(make_sample([0] * 3072), 512, 16, Draws(1, 0).generator("x"))
+    assert len(anchors_N[kept_N].unique()) == kept_N.sum() == 191
+    sample, g = make_sample([0] * 11), Draws(1, 0).generator("x")  # three blocks, two tokens to spare
+    drawn = [tuple(dflash.nonoverlap(sample, 3, 3, g)[0].tolist()) for _ in range(4000)]
+    shares = {anchors: drawn.count(anchors) / len(drawn) for anchors in set(drawn)}
+    assert len(shares) == 4 and all(share == pytest.approx(1 / 4, abs=0.03) for share in shares.values())
+
+
 @settings(max_examples=30, deadline=None)
 @given(way=st.sampled_from(dflash.SAMPLINGS), seed=st.integers(0, 2**31), **SAMPLES)
 def test_nothing_else_moves_them(way, seed, lengths, bits, K, N, index):
