@@ -13,6 +13,7 @@ from megatron_dllm.conversion.source import Source, family_of
 from megatron_dllm.data.tokenizer import HUGGING_FACE
 from megatron_dllm.generation.load import Plan, build, plan, saved_run
 from megatron_dllm.models import get_family
+from megatron_dllm.models.dflash_draft import rule_flags
 from megatron_dllm.models.draft import lay_out, visible
 from megatron_dllm.models.entries import flag
 from megatron_dllm.models.family import PLAIN
@@ -139,7 +140,12 @@ def _compare_drafts(path: str, config: dict, planned: Plan) -> Comparison:
     """Hidden states of both on random features and embeddings, of four blocks in two documents and padding."""
     family, args = family_of(config), planned.args
     theirs = family.read(config)
-    for name in PLAIN:
+    if flags := rule_flags(args):
+        raise ValueError(
+            f"{planned.folder} was trained with {flags}, which the folder of a draft cannot say: {path} is another "
+            "network, whatever its weights are."
+        )
+    for name in (*PLAIN, "dllm_block_size", "dllm_mask_token_id"):
         if theirs[name] != getattr(args, name, None):
             raise ValueError(
                 f"{path} has {flag(name)} {theirs[name]}, {planned.folder} {getattr(args, name, None)}: they are not "

@@ -15,9 +15,10 @@ from megatron_dllm.conversion.defaults import has_tokenizer
 from megatron_dllm.data.tokenizer import SENTENCEPIECE, build_tokenizer
 from megatron_dllm.generation.load import neutralise, saved_run
 from megatron_dllm.models import FAMILIES, get_family, recognise
+from megatron_dllm.models.dflash_draft import rule_flags
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.hf import Folder, FolderWriter, check_new_folder, read_config
-from megatron_dllm.models.weights import Mapping
+from megatron_dllm.models.weights import Mapping, target_layers
 from megatron_dllm.modes import MODES
 
 _TOKENIZER_FILES = (
@@ -55,6 +56,7 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
         missing = f"{TRACKER} is missing" if folder is None else f"there is no {os.path.basename(folder)}"
         raise ValueError(f"--load {path} holds no checkpoint ({missing}): give a run's folder or an iteration's.")
     args = saved_run(folder)
+    _check_rule(args)
     if reference is None:
         own = getattr(args, "hf_model", None)
         reference = own if own and os.path.isdir(own) else None
@@ -94,8 +96,18 @@ def _ids_of_tokenizer(args: Namespace) -> dict:
     return {key: value for key, value in ids.items() if value is not None}
 
 
+def _check_rule(args: Namespace) -> None:
+    """ValueError for a draft whose blocks see less than a folder would say: it would be read as another network."""
+    if target_layers(args) is not None and (flags := rule_flags(args)):
+        raise ValueError(
+            f"a draft's folder cannot say {flags}, and would be decoded as another network than was trained: decode "
+            "with the run's folder (tools/generate.py --load), or train without, to export or use --save-hf-interval."
+        )
+
+
 def check_expressible(args: Namespace) -> None:
     """ValueError unless a run of these arguments can be exported as --save-hf-interval does it."""
+    _check_rule(args)
     _choose(args, "auto", _family_of(args, args.hf_model)).write(args)
 
 

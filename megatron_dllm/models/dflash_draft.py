@@ -27,6 +27,14 @@ def spread(total: int, count: int) -> list[int]:
     return [round(1 + i * (total - 4) / (count - 1)) for i in range(count)]
 
 
+def rule_flags(args) -> str:
+    """The flags by which the run of a draft changed what its blocks see; none: "". No config.json of a published draft
+    says any of it in a way that their programs read alike."""
+    causal = ["--dflash-causal-block"] if getattr(args, "dflash_causal_block", False) else []
+    window = getattr(args, "dflash_window", None)
+    return " ".join(causal + ([] if window is None else [f"--dflash-window {window}"]))
+
+
 @dataclass
 class _Draft(Entry):
     """What a draft has beside its layers. Most keys lie in `dflash_config`, or else beside it."""

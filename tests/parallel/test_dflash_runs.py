@@ -71,6 +71,22 @@ def test_a_trained_draft_is_exported(pool, argv, trained, converter, tmp_path):
     assert first == second
 
 
+def test_what_a_folder_cannot_say_is_not_exported(pool, argv, trained, converter, tmp_path):
+    """The run's own folder says it; one that was exported without is another network, with the same weights."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    flags = "--dflash-causal-block --dflash-window 6"
+    pool.run([*argv, *flags.split(), "--train-iters", 1, "--save", run, "--save-interval", 1])
+    said = converter.run("export", "--load", run, "--save", out, code=2)
+    assert f"cannot say {flags}" in said and "decode with the run's folder" in said and not out.exists()
+    converter.run("export", "--load", trained[0], "--save", out)
+    said = converter.run("check", "--hf-model", out, "--load", run, code=2)
+    assert f"was trained with {flags}" in said and "is another network" in said
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | dict(block_size=8)))
+    said = converter.run("check", "--hf-model", out, "--load", trained[0], code=2)
+    assert "has --dllm-block-size 8" in said and "4: they are not of one model" in said
+
+
 def test_ranks_that_share_experts_of_the_target(pool, argv, converter, hf_folder, tmp_path):
     """What they save is a draft like any other: another layout goes on with it, it is exported, and decodes."""
     command = [*argv, "--dflash-target", hf_folder("llada2")[0], *HEADS.split(), "--train-iters", 3]

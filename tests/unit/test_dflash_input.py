@@ -74,6 +74,13 @@ CASES = {
 }
 
 
+SAVE_HF = f"{TARGET} --save {{folder}}/run --save-interval 2 --save-hf-interval 2"
+CASES |= {
+    f"{SAVE_HF} {flags}": (1, f"a draft's folder cannot say {flags}, and would be decoded as another network")
+    for flags in ("--dflash-causal-block", "--dflash-window 6", "--dflash-causal-block --dflash-window 6")
+}
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("input")
