@@ -22,6 +22,13 @@ def prompt_of(sample: Sample) -> list[int]:
     return sample.tokens_S[:length].tolist()
 
 
+def canvas_of(sample: Sample, args: Namespace) -> Canvas:
+    """The prompt of a sample and room for the new tokens; of one too long for the target's positions the end, which
+    the answer goes on from."""
+    prompt = prompt_of(sample)[-(args.max_position_embeddings - args.dflash_eval_tokens) :]
+    return Canvas([*prompt, *[args.dllm_mask_token_id] * args.dflash_eval_tokens], len(prompt))
+
+
 def tokens_per_pass(model: torch.nn.Module, samples, args: Namespace) -> float:
     """Greedy, over the first `--dflash-eval-prompts` samples, each with `--dflash-eval-tokens` new ones. The pass over
     the prompt, and the token that it writes, are not counted: 1 is what the target does alone.
@@ -29,10 +36,7 @@ def tokens_per_pass(model: torch.nn.Module, samples, args: Namespace) -> float:
     samples: held-out ones, by index. Data-parallel ranks share the prompts out; collective over all ranks.
     """
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    prompts = [prompt_of(samples.sample(i)) for i in range(rank, args.dflash_eval_prompts, size)]
-    room = args.max_position_embeddings - args.dflash_eval_tokens
-    mask = [args.dllm_mask_token_id] * args.dflash_eval_tokens
-    canvases = [Canvas([*prompt[:room], *mask], len(prompt[:room])) for prompt in prompts]
+    canvases = [canvas_of(samples.sample(i), args) for i in range(rank, args.dflash_eval_prompts, size)]
     config = GenerationConfig(max_new_tokens=args.dflash_eval_tokens)
     decoding = Decoding(config, most_trusted, args.dllm_mask_token_id, None, args.vocab_size, args)
     bare = unwrap_model(model)

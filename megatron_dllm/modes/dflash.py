@@ -128,6 +128,12 @@ def validate(args) -> None:
     from megatron_dllm.models import target
 
     target.check(args)
+    longest = args.max_position_embeddings or args.seq_length
+    if args.dflash_eval_interval is not None and args.dflash_eval_tokens >= longest:
+        raise ValueError(
+            f"--dflash-eval-tokens {args.dflash_eval_tokens} leaves no room for a prompt in the {longest} positions of "
+            f"the target: give at most {longest - 1}, or leave out --dflash-eval-interval."
+        )
 
 
 def _validate_layout(args) -> None:

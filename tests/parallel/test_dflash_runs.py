@@ -103,6 +103,13 @@ def test_ranks_that_share_experts_of_the_target(pool, argv, converter, hf_folder
     assert drafted == alone
 
 
+def test_prompts_fill_the_positions_of_the_target(pool, argv):
+    """One position is left for them, of the 33 that there are."""
+    flags = "--max-position-embeddings 33 --dflash-eval-interval 1 --dflash-eval-tokens 32 --dflash-eval-prompts 3"
+    (result,) = pool.run([*argv, *flags.split()], 1)
+    assert result["output"].count("tokens per pass of the target at iteration") == 2
+
+
 def test_a_target_may_be_a_run(pool, argv, trained, converter, hf_folder, tmp_path):
     """One imported from that folder gives the same losses; a draft's is refused."""
     converter.run("import", "--hf-model", hf_folder("qwen3 tied")[0], "--save", tmp_path / "target")

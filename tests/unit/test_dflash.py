@@ -1,6 +1,7 @@
 """Mode dflash: anchors, blocks and metrics, against loops; whose function they are."""
 
 import copy
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dllm.data.sample import Sample
+from megatron_dllm.generation.acceptance import canvas_of
 from megatron_dllm.modes import dflash, guesses
 from megatron_dllm.modes.base import POSITION
 from megatron_dllm.noise import Draws
@@ -192,6 +194,21 @@ def test_first_guess_weighs_one():
     assert second == pytest.approx([0, 0, 1, 0.866878], rel=1e-5)
     sample = anchored(make_sample([0] * 8), [2])
     assert dflash.layout([sample], 8, flags()).terms["dllm"].count == pytest.approx(1 + 0.866878 + 0.751477, rel=1e-5)
+
+
+def test_prompts_that_are_decoded_in_training():
+    """What comes before the answer, of text a quarter of the first document; the end of what is too long."""
+    args = flags(max_position_embeddings=12, dflash_eval_tokens=8)
+    chat = make_sample([0] * 12, [0] * 3 + [1] * 9, tokens=range(10, 22))
+    for sample, prompt in (
+        (chat, [10, 11, 12]),
+        (dataclasses.replace(chat, loss_mask_S=torch.arange(12) >= 6), [12, 13, 14, 15]),
+        (make_sample([0] * 8 + [1] * 8, tokens=range(10, 26)), [10, 11]),
+        (make_sample([0] * 40), [6, 7, 8, 9]),
+        (make_sample([0, 1, 1]), [0]),
+    ):
+        canvas = canvas_of(sample, args)
+        assert canvas.tokens == prompt + [MASK] * 8 and canvas.start == len(prompt)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

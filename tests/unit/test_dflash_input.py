@@ -28,6 +28,8 @@ CASES = {
     f"{TARGET} --dflash-window 0": (1, "--dflash-window is 0: give at least 1"),
     f"{TARGET} --dflash-eval-interval 0": (1, "--dflash-eval-interval is 0: give at least 1"),
     f"{TARGET} --dflash-eval-tokens 1": (1, "--dflash-eval-tokens is 1: give at least 2"),
+    f"{TARGET} --dflash-eval-interval 5 --dflash-eval-tokens 128": (1, "room for a prompt in the 128 positions"),
+    f"{TARGET} --dflash-eval-interval 5 --max-position-embeddings 48": (1, "64 leaves no room for a prompt in the 48"),
     f"{TARGET} --dflash-eval-interval 5 --context-parallel-size 2": (2, "leave it out under context parallelism"),
     f"{TARGET} --dflash-loss-decay 0": (1, "--dflash-loss-decay 0.0 is out of range: give a number above 0"),
     f"{TARGET} --dflash-loss-decay nan": (1, "--dflash-loss-decay nan is out of range"),
