@@ -64,6 +64,8 @@ _SCHEDULE = {
     "wd_incr_style": "--weight-decay-incr-style",
     "wd_incr_steps": "a weight decay schedule (--train-iters, in samples) of",
 }
+# What a draft's weights are trained for: another value goes on from them as from those of another draft.
+_DRAFT = ("dllm_block_size", "dflash_causal_block", "dflash_window")
 _DECOUPLED = ("decoupled_lr", "decoupled_min_lr")
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for weights that no iteration made: converted ones
@@ -193,6 +195,8 @@ def check_before_loading(args) -> None:
     saved = saved_arguments(folder)
     if target_layers(saved) is not None and target_layers(args) is None:
         raise ValueError(f"{folder} holds a draft, without an embedding and a head: load that of a whole model.")
+    if target_layers(saved) is not None and not args.finetune:
+        _check_draft(args, saved, folder)
     if args.init_from_hf:
         args.init_from_hf = False
         _note(args, f"continuing from {folder}; --init-from-hf is for the first start.")
@@ -213,6 +217,32 @@ def check_before_loading(args) -> None:
     _say_what_changes(args, saved, folder)
     if not fine_tunes:
         args.dllm_state = dict(getattr(saved, "dllm_state", {}))
+
+
+def _check_draft(args, saved: Namespace, folder: str) -> None:
+    """Its target, and if it was trained here its objective, are those that it has learned. (Checkpoints of earlier
+    versions know less.)"""
+    anew = "use the same (or --finetune, to start anew from the draft's weights)."
+    known = lambda name: getattr(saved, name, None) is not None
+    theirs, ours = (getattr(each, "dflash_num_target_layers", None) for each in (saved, args))
+    if known("dflash_num_target_layers") and theirs != ours:
+        raise ValueError(
+            f"{folder} holds a draft for a target of {theirs} layers, and --dflash-target {args.dflash_target} has "
+            f"{ours}: {anew}"
+        )
+    if known("dflash_target_identity") and saved.dflash_target_identity != args.dflash_target_identity:
+        raise ValueError(
+            f"{folder} was trained beside another target than --dflash-target {args.dflash_target}, whose weights or "
+            f"config.json differ: {anew}"
+        )
+    if saved.dllm_mode != args.dllm_mode:  # converted, or refused in a moment
+        return
+    for name in _DRAFT:
+        if hasattr(saved, name) and getattr(saved, name) != getattr(args, name):
+            raise ValueError(
+                f"{folder} was trained with --{name.replace('_', '-')} {getattr(saved, name)}, this run has "
+                f"{getattr(args, name)}: {anew}"
+            )
 
 
 def _say_what_changes(args, saved: Namespace, folder: str) -> None:

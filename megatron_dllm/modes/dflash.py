@@ -126,8 +126,10 @@ def validate(args) -> None:
             f"ranks: give a multiple of {multiple}."
         )
     from megatron_dllm.models import target
+    from megatron_dllm.models.targets.offline import target_identity
 
     target.check(args)
+    args.dflash_target_identity = target_identity(args.dflash_target)  # saved: a resumed draft keeps its target
     longest = args.max_position_embeddings or args.seq_length
     if args.dflash_eval_interval is not None and args.dflash_eval_tokens >= longest:
         raise ValueError(

@@ -1,10 +1,12 @@
 """Runs that train a draft: resumed in other layouts, exported, and beside a target that is a run itself."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.hf_models import VOCABULARY
 from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS
@@ -39,6 +41,28 @@ def test_another_layout_goes_on_with_the_same_blocks(pool, argv, trained, layout
     assert results[-1]["grad_norms"] == pytest.approx(straight["grad_norms"][1:], rel=1e-5)
     blocks = {index: digest for result in results for index, digest in result["noise"].items()}
     assert len(blocks) >= 8 and blocks.items() <= straight["noise"].items()
+
+
+def test_what_a_draft_was_trained_for_must_be_the_same(pool, argv, trained, hf_folder, tmp_path):
+    """Or else it is a new start from its weights. The target is known by what is in its folder, not by its path."""
+    go_on = [*argv, *"--dflash-loss variable-prefix --train-iters 3 --load".split(), trained[0], "--ckpt-step", 1]
+    target = Path(shutil.copytree(hf_folder("qwen3 tied")[0], tmp_path / "moved"))
+    assert pool.run([*go_on, "--dflash-target", target])[-1]["losses"] == pytest.approx(
+        trained[1]["losses"][1:], rel=1e-5
+    )
+    weights = load_file(target / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    cases = {
+        f"--dflash-target {target}": "beside another target than --dflash-target",
+        "--dllm-block-size 8": "--dllm-block-size 4, this run has 8: use the same",
+        "--dflash-causal-block": "--dflash-causal-block False, this run has True: use the same",
+        "--dflash-window 6": "--dflash-window None, this run has 6: use the same",
+    }
+    for flags, sentence in cases.items():
+        with pytest.raises(CaseFailed, match=sentence):
+            pool.run([*go_on, *flags.split()])
+        pool.run([*go_on, *flags.split(), "--finetune", "--train-iters", 1])
 
 
 def test_a_trained_draft_is_exported(pool, argv, trained, converter, tmp_path):

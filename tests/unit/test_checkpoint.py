@@ -76,3 +76,41 @@ def test_what_a_resume_changes_is_said(load, capsys):
     load(arguments(), arguments())
     load(arguments(), arguments(dllm_block_size=16, rank=1))
     assert not capsys.readouterr().out
+
+
+def draft(**changes) -> Namespace:
+    own = dict(dllm_mode="dflash", dflash_target_layers=[1], dflash_num_target_layers=4, dflash_target="runs/target")
+    return arguments(**own | dict(dflash_target_identity="a", dflash_window=None, dflash_causal_block=False) | changes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    (
+        (dict(dllm_block_size=16), "--dllm-block-size 4, this run has 16"),
+        (dict(dflash_causal_block=True), "--dflash-causal-block False, this run has True"),
+        (dict(dflash_window=6), "--dflash-window None, this run has 6"),
+        (dict(dflash_num_target_layers=6), "a target of 4 layers, and --dflash-target runs/target has 6"),
+        (dict(dflash_target_identity="b"), "beside another target than --dflash-target runs/target"),
+    ),
+)
+def test_a_draft_goes_on_as_it_was(load, capsys, changed, sentence):
+    """Other modes may change their block size, as above."""
+    load(draft(), draft())
+    with pytest.raises(ValueError, match=sentence) as failure:
+        load(draft(), draft(**changed))
+    assert "use the same (or --finetune" in str(failure.value)
+    load(draft(), draft(**changed, finetune=True))
+
+
+def test_drafts_of_before_know_less(load):
+    saved = draft(dflash_target_identity=None)
+    del saved.dflash_causal_block, saved.dflash_num_target_layers
+    load(saved, draft())
+
+
+def test_a_converted_draft_has_a_target_and_no_objective(load, monkeypatch):
+    converted = draft(dllm_mode="mdlm", dflash_target_identity=None)
+    with pytest.raises(ValueError, match="a target of 4 layers"):
+        load(converted, draft(dflash_num_target_layers=6))
+    monkeypatch.setattr(checkpoint.os.path, "basename", lambda _: checkpoint.RELEASE)
+    load(converted, draft(dflash_window=6))
