@@ -14,16 +14,16 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_dllm.conversion.defaults import folder_defaults
 from megatron_dllm.conversion.flags import check_conversion
 from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_dllm.models import FAMILIES, get_family
+from megatron_dllm.models import FAMILIES
 from megatron_dllm.models.attention import BACKENDS
 from megatron_dllm.models.gemma_flags import check_gemma
 from megatron_dllm.models.rope import parse_scaling
 from megatron_dllm.models.weights import GEMMA, target_layers
 from megatron_dllm.modes import MODES, get_mode
-from megatron_dllm.presets import PRESETS, get_preset
+from megatron_dllm.presets import PRESETS
+from megatron_dllm.shape import chosen_defaults
 from megatron_dllm.validation import check_flags, check_layout, set_model_length
 from megatron_dllm.vocabulary import resolve_vocabulary
 
@@ -198,31 +198,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         elif action.dest == "moe_paged_stash_buffer_size_factor_cuda":  # a bare % makes --help fail
             action.help = action.help.replace("10%)", "10%%)")
     parser.set_defaults(**_defaults())
-    shape = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    shape.add_argument("--model-preset")
-    shape.add_argument("--hf-model")
-    shape.add_argument("--dllm-family")
-    shape.add_argument("--dflash-target")
-    shape.add_argument("--dflash-target-backend", default="megatron")
-    shape.add_argument("--trust-remote-code", action="store_true")
-    chosen, _ = shape.parse_known_args()
-    if chosen.model_preset is not None and chosen.hf_model is not None:
-        raise ValueError("--model-preset and --hf-model both give the model's shape: give one of them.")
-    if chosen.model_preset is not None:
-        parser.set_defaults(**get_preset(chosen.model_preset))
-    if chosen.dflash_target is not None:
-        backend = chosen.dflash_target_backend
-        parser.set_defaults(**target_defaults(chosen.dflash_target, backend, chosen.trust_remote_code))
-    if chosen.hf_model is not None:
-        family = None if chosen.dllm_family is None else get_family(chosen.dllm_family)
-        parser.set_defaults(**folder_defaults(chosen.hf_model, family))
+    parser.set_defaults(**chosen_defaults())
     return parser
-
-
-def target_defaults(path: str, backend: str, trust_remote_code: bool) -> dict:
-    from megatron_dllm.models import target  # brings all of Megatron with it
-
-    return target.defaults(path, backend, trust_remote_code)
 
 
 def _rope_scaling(text: str) -> dict:

@@ -171,6 +171,19 @@ def saved_arguments(folder: str) -> Namespace:
     return state["args"]
 
 
+def draft_defaults(load: str, step: int | None) -> dict:
+    """What the draft in the checkpoint that `--load` names says about the run that goes on with it, as a draft's folder
+    does; nothing if there is none yet, or it holds no draft."""
+    folder = iteration_folder(load, step)
+    if folder is None or not os.path.isdir(folder):
+        return {}
+    check_complete(folder)
+    saved = saved_arguments(folder)
+    if target_layers(saved) is None:
+        return {}
+    return {name: getattr(saved, name) for name in ("dllm_block_size", "dllm_mask_token_id")}
+
+
 def check_before_loading(args) -> None:
     """ValueError if `--load` names a checkpoint that is damaged or of another model, mode or vocabulary."""
     if args.load is None:

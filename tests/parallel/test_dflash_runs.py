@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_dllm.checkpoint import RELEASE, draft_defaults
 from tests.hf_models import VOCABULARY
 from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS
 from tests.parallel.hf import TRAIN, write_words
@@ -63,6 +64,24 @@ def test_what_a_draft_was_trained_for_must_be_the_same(pool, argv, trained, hf_f
         with pytest.raises(CaseFailed, match=sentence):
             pool.run([*go_on, *flags.split()])
         pool.run([*go_on, *flags.split(), "--finetune", "--train-iters", 1])
+
+
+def test_block_size_and_mask_token_come_with_the_checkpoint(pool, argv, trained, converter, tmp_path):
+    """As they do with a folder."""
+    place = argv.index("--dllm-block-size")
+    bare = [*argv[:place], *argv[place + 2 :]]
+    flags = "--dflash-loss variable-prefix --train-iters 3 --ckpt-step 1 --load".split()
+    assert pool.run([*bare, *flags, trained[0]])[-1]["losses"] == pytest.approx(trained[1]["losses"][1:], rel=1e-5)
+    converter.run("export", "--load", trained[0], "--save", tmp_path / "out")
+    converter.run("import", "--hf-model", tmp_path / "out", "--save", tmp_path / "run")
+    starts = ["--hf-model", tmp_path / "out", "--init-from-hf"], ["--load", tmp_path / "run"]
+    first, second = (pool.run([*bare, *start])[-1]["losses"] for start in starts)
+    assert first == second
+    folder = tmp_path / "run" / RELEASE
+    assert draft_defaults(str(tmp_path / "run"), None) == draft_defaults(str(folder), None) == {
+        "dllm_block_size": 4, "dllm_mask_token_id": 2
+    }  # fmt: skip
+    assert draft_defaults(str(tmp_path / "nothing"), None) == draft_defaults(str(tmp_path), 7) == {}
 
 
 def test_a_trained_draft_is_exported(pool, argv, trained, converter, tmp_path):
