@@ -285,7 +285,7 @@ def _check_expert_layout(args, experts: int, subject: str, tp: int, pp: int, wor
     if world % (etp * ep * pp):
         raise ValueError(
             f"{world} process(es) cannot be laid out as expert TP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}: start a "
-            "multiple of that or change the sizes."
+            "multiple of that or change the sizes, or --expert-tensor-parallel-size (by default as TP)."
         )
 
 

@@ -1,5 +1,7 @@
 """What can be wrong with flags that describe the network of gemma.py (see validation.py)."""
 
+import math
+
 from megatron_dllm.models.weights import is_gemma
 
 _SHAPE = (
@@ -40,6 +42,8 @@ def check_gemma(args, given: set[str]) -> None:
         raise ValueError("--moe-grouped-gemm takes Transformer Engine's experts, not diffusion_gemma's: remove it.")
     if args.moe_aux_loss_coeff and any(_numbers(args.moe_aux_loss_coeff)):
         raise ValueError("experts of diffusion_gemma are not balanced by a loss: leave out --moe-aux-loss-coeff.")
+    if args.hidden_dropout:
+        raise ValueError("the layers of diffusion_gemma have no --hidden-dropout: give 0.")
     if args.moe_expert_capacity_factor is not None:
         raise ValueError("--moe-expert-capacity-factor drops tokens, and by other layouts others: remove it.")
     _check_recomputation(args)
@@ -61,8 +65,10 @@ def _check_numbers(args, flag) -> None:
             f"once, from 0 to {args.num_layers - 1}."
         )
     for dest in _SHAPE[1:]:
-        if not getattr(args, dest) > 0:
-            raise ValueError(f"{flag(dest)} {getattr(args, dest)} is too small: it must be above 0.")
+        if not 0 < getattr(args, dest) < math.inf:
+            raise ValueError(f"{flag(dest)} {getattr(args, dest)} is out of range: give a positive number.")
+    if args.dllm_full_kv_channels % 2 or args.kv_channels % 2:
+        raise ValueError("heads are rotated in halves: give even --kv-channels and --dllm-full-kv-channels.")
     if args.dllm_full_rotary_percent > 1:
         raise ValueError(f"--dllm-full-rotary-percent {args.dllm_full_rotary_percent}: give at most 1.")
     if args.num_attention_heads % args.dllm_full_query_groups:
