@@ -204,6 +204,7 @@ def main() -> None:
         with quiet():
             from megatron_dllm.generation import prepare, stream
             from megatron_dllm.generation.load import build, plan
+            from megatron_dllm.models.target import UnusableTarget
 
             given = {_PLAN[name]: value for name, value in vars(options).items() if name in _PLAN and value is not None}
             planned = plan(options.load, **given)
@@ -215,7 +216,10 @@ def main() -> None:
         fail(error)
     report = Report(options, config, planned.tokenizer, sys.stdout) if _is_first_rank() else None
     with quiet():
-        loaded = build(planned)
+        try:
+            loaded = build(planned)
+        except UnusableTarget as error:
+            fail(error)
         observe = report.observe if report is not None else None
         completions = stream(loaded.model, planned.tokenizer, prompts, config, observe)
     if report is None:

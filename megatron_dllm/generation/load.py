@@ -159,6 +159,7 @@ def plan(
     if own_target is not None:
         args.dflash_target = own_target
         target_of_draft.check(args)
+        target_of_draft.check_weights(args)
     if bf16 or fp32:
         args.bf16, args.fp16, args.params_dtype = bf16, False, torch.bfloat16 if bf16 else torch.float32
     if args.transformer_impl == "transformer_engine" and not torch.cuda.is_available():

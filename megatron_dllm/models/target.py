@@ -166,6 +166,24 @@ def check(args: Namespace) -> None:
         offline.check(args)
 
 
+def check_weights(args: Namespace) -> None:
+    """ValueError (one sentence) for a target whose files are damaged or incomplete, as their headers say: before there
+    are data, processes or a model. (Of a run, `describe` has looked at them.)"""
+    from megatron_dllm.models.hf import Folder
+    from megatron_dllm.models.targets import megatron
+
+    if args.dflash_target is None or args.dflash_features is not None:
+        return
+    backend = backend_of(args)
+    described = describe(args.dflash_target, backend, args.trust_remote_code)
+    if described.folder is None:
+        return
+    if backend == TRANSFORMERS:
+        Folder(described.folder, readable=False)  # which keys its class has, only that class knows
+    else:
+        megatron.source(args, described)
+
+
 def check_experts(args: Namespace) -> int:
     """How many experts a layer of the target has, for a run that shares them out among ranks; ValueError (one sentence)
     if they cannot be."""
@@ -197,12 +215,20 @@ def draft_config(args: Namespace):
     return core_transformer_config_from_args(own)
 
 
+class UnusableTarget(ValueError):
+    """One sentence about a target, known only now that it is built."""
+
+
 def build(args: Namespace, pg_collection=None) -> Target:
-    """The target of a run, frozen, on this rank. Raises ValueError (one sentence) for weights that cannot be read."""
+    """The target of a run, frozen, on this rank. Raises UnusableTarget for weights that cannot be read, or a class of
+    transformers that does not do what a draft needs."""
     from megatron_dllm.models.targets import hugging_face, megatron, offline
 
-    if args.dflash_features is not None:
-        return offline.build(args, pg_collection)
-    if backend_of(args) == TRANSFORMERS:
-        return hugging_face.build(args, args.dflash_target, pg_collection)
-    return megatron.build(args, describe(args.dflash_target), pg_collection)
+    try:
+        if args.dflash_features is not None:
+            return offline.build(args, pg_collection)
+        if backend_of(args) == TRANSFORMERS:
+            return hugging_face.build(args, args.dflash_target, pg_collection)
+        return megatron.build(args, describe(args.dflash_target), pg_collection)
+    except ValueError as error:
+        raise UnusableTarget(str(error)) from error

@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
+import shutil
 import sys
 
 import megatron.training.training as training
 import pytest
+from safetensors.torch import load_file, save_file
 
 import pretrain_dllm
+from megatron_dllm.generation import load
 from megatron_dllm.models import target
 from tests.drafts import make as make_draft
 from tests.hf_models import make
@@ -82,14 +86,14 @@ def places(tmp_path_factory):
     return dict(folder=folder, target=target, experts=experts, draft=make_draft(folder), data=write_words(folder))
 
 
-def refused(argv: list[str], processes: int, monkeypatch, capsys) -> str:
-    """What the program says before it ends with code 2."""
+def refused(argv: list[str], processes: int, monkeypatch, capsys, pretrain=None) -> str:
+    """What the program says before it ends with code 2. pretrain: instead of training; default: it must not begin."""
 
     def built(*_, **__):
         raise AssertionError("something was built")
 
     monkeypatch.setattr(target, "build", built)
-    monkeypatch.setattr(pretrain_dllm, "pretrain", built)
+    monkeypatch.setattr(pretrain_dllm, "pretrain", pretrain or built)
     monkeypatch.setattr(sys, "argv", ["pretrain_dllm.py", *argv])
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     monkeypatch.setenv("RANK", "0")
@@ -131,3 +135,44 @@ def test_a_target_that_is_damaged(places, monkeypatch, capsys, tmp_path):
     assert "holds no model" in refused(argv, 1, monkeypatch, capsys)
     (tmp_path / "iter_0000005").mkdir()
     assert "not a complete checkpoint" in refused(argv, 1, monkeypatch, capsys)
+
+
+def _cut(path):
+    os.truncate(path / "model.safetensors", 1000)
+
+
+def _drop_a_tensor(path):
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+
+
+WEIGHTS = {
+    ("megatron", _cut): "model.safetensors is damaged",
+    ("transformers", _cut): "model.safetensors is damaged",
+    ("megatron", lambda path: (path / "model.safetensors").unlink()): "holds no weights",
+    ("transformers", lambda path: (path / "model.safetensors").unlink()): "holds no weights",
+    ("megatron", _drop_a_tensor): "lacks model.layers.2.mlp.up_proj.weight (1 missing)",
+}
+
+
+@pytest.mark.parametrize(("backend", "damage"), WEIGHTS)
+def test_weights_that_are_damaged(places, monkeypatch, capsys, tmp_path, backend, damage):
+    path = tmp_path / "target"
+    shutil.copytree(places["target"], path)
+    argv = [*TRAIN, *DFLASH.split(), "--sft-data-path", places["data"], "--dflash-target", str(path)]
+    damage(path)
+    assert WEIGHTS[backend, damage] in refused([*argv, "--dflash-target-backend", backend], 1, monkeypatch, capsys)
+    if backend == "megatron":
+        draft = make_draft(tmp_path, num_target_layers=4)
+        with pytest.raises(ValueError, match=re.escape(WEIGHTS[backend, damage])):
+            load.plan(hf_model=draft, target=str(path))
+
+
+def test_what_only_a_built_target_tells_is_a_sentence_too(places, monkeypatch, capsys):
+    def unusable(*_, **__):
+        raise target.UnusableTarget("it has a bias: use another.")
+
+    argv = [*TRAIN, *DFLASH.split(), "--sft-data-path", places["data"], "--dflash-target", places["target"]]
+    assert "it has a bias: use another." in refused(argv, 1, monkeypatch, capsys, pretrain=unusable)
