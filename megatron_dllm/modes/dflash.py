@@ -46,6 +46,7 @@ NEEDS_MASK_TOKEN = True
 FULL_WITHIN_DOCUMENT = False
 USES = {"dllm_block_size", "dllm_compat"}
 REQUIRED = {"dflash_target": "--dllm-mode dflash trains beside a frozen model: name it by --dflash-target DIR."}
+NOTHING_SCORED = "a draft learns from samples with at least two blocks of supervised tokens (--dllm-block-size)."
 SAMPLINGS = ("supervised", "overlap", "nonoverlap")
 ANCHORS, PREFIXES = "dflash anchors", "dflash prefixes"  # the random streams
 
@@ -113,6 +114,12 @@ def validate(args) -> None:
     K = args.dllm_block_size
     if K < 2:
         raise ValueError(f"--dllm-block-size {K}: a block is a known token and at least one guess, give 2 or more.")
+    S = args.dllm_sequence_length
+    if 2 * K > S:
+        raise ValueError(
+            f"--seq-length {S} holds no two blocks of --dllm-block-size {K}, which a sample must have to count: make "
+            "one longer or the other smaller."
+        )
     counts = "num_anchors window eval_interval eval_prompts eval_tokens"
     for flag, value in [(name.replace("_", "-"), getattr(args, f"dflash_{name}")) for name in counts.split()]:
         least = 2 if flag == "eval-tokens" else 1  # the first comes with the prompt
@@ -250,6 +257,7 @@ def layout(samples: list[Anchored], length: int, args) -> ModelInput:
             "noised": float(scored_BNK.sum()),
             "data": float(rows.data_tokens),
             "processed": float(position_ids_BT.numel()),
+            "samples that count": float(scored_BNK.flatten(1).any(1).sum()),
         },
     )
 

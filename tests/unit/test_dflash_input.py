@@ -28,6 +28,8 @@ CASES = {
     "--dflash-target {draft}": (1, "is a draft itself: name the model that it drafts for"),
     f"{TARGET} --dllm-block-size 1": (1, "--dllm-block-size 1: a block is a known token and at least one guess"),
     f"{TARGET} --dllm-block-size 0": (1, "--dllm-block-size 0 cannot be"),
+    f"{TARGET} --dllm-block-size 32": (1, "--seq-length 32 holds no two blocks of --dllm-block-size 32"),
+    f"{TARGET} --dllm-block-size 17": (1, "--seq-length 32 holds no two blocks of --dllm-block-size 17"),
     f"{TARGET} --dflash-num-anchors 0": (1, "--dflash-num-anchors is 0: give at least 1"),
     f"{TARGET} --dflash-window 0": (1, "--dflash-window is 0: give at least 1"),
     f"{TARGET} --dflash-eval-interval 0": (1, "--dflash-eval-interval is 0: give at least 1"),
