@@ -125,7 +125,7 @@ def plan(
     with_target: False: a draft alone, which cannot decode.
     tokenizer_model, chat_template: where the files are now, if they have moved since training.
     trust_remote_code: the tokenizer may be Python code of its folder; what the checkpoint says about that is not heard.
-    mask_token_id: only checked, or for an hf_model whose family and tokenizer do not say it.
+    mask_token_id: only checked, or for an hf_model whose config.json does not say it.
     bf16, fp32: compute in it also if the model was trained in another precision.
     Raises ValueError (one sentence): no checkpoint or a damaged one, a layout that does not fit, a tokenizer
     that is missing or another one, another mask token.
@@ -193,16 +193,23 @@ def _imported(
     hf_model: str, mode: str | None, step: int | None, mask_token_id: int | None, trust_remote_code: bool
 ) -> Namespace:
     from megatron_dllm.conversion import importing
+    from megatron_dllm.conversion.defaults import config_defaults
     from megatron_dllm.conversion.source import family_of
     from megatron_dllm.models.hf import read_config
 
     if step is not None:
         raise ValueError("--ckpt-step is an iteration of --load, and --hf-model has none: leave it out.")
-    family = family_of(read_config(hf_model))
+    config = read_config(hf_model)
+    family = family_of(config)
     if mode is None and family.mode is None and not family.draft:
         raise ValueError(
             f"{hf_model} holds a {family.name} model, which is autoregressive unless it was trained further: say what "
             "it was trained as by --dllm-mode (to continue a text token by token: --dllm-mode hybrid --mode ar)."
+        )
+    own_mask = config_defaults(config, family).get("dllm_mask_token_id")
+    if None not in (mask_token_id, own_mask) and mask_token_id != own_mask:
+        raise ValueError(
+            f"{hf_model} was trained with mask token {own_mask}, not {mask_token_id}: leave out --dllm-mask-token-id."
         )
     planned = importing.plan(hf_model, mode=mode, mask_token_id=mask_token_id, trust_remote_code=trust_remote_code)
     return planned.args

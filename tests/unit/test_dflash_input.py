@@ -181,3 +181,13 @@ def test_what_only_a_built_target_tells_is_a_sentence_too(places, monkeypatch, c
 
     argv = [*TRAIN, *DFLASH.split(), "--sft-data-path", places["data"], "--dflash-target", places["target"]]
     assert "it has a bias: use another." in refused(argv, 1, monkeypatch, capsys, pretrain=unusable)
+
+
+def test_a_folder_says_its_mask_token_itself(places, tmp_path):
+    draft = make_draft(tmp_path, num_target_layers=4)
+    with pytest.raises(ValueError, match="was trained with mask token 2, not 3: leave out --dllm-mask-token-id"):
+        load.plan(hf_model=draft, target=places["target"], mask_token_id=3)
+    with pytest.raises(ValueError, match="was trained with mask token 2, not 3: leave out --dllm-mask-token-id"):
+        load.plan(hf_model=make("dream", tmp_path)[0], mask_token_id=3)
+    training.destroy_global_state()
+    assert load.plan(hf_model=draft, target=places["target"], mask_token_id=2).args.dllm_mask_token_id == 2
