@@ -4,11 +4,11 @@ Every check raises ValueError with one sentence that says what to do.
 """
 
 import argparse
-import os
 from types import ModuleType
 
 import torch
 
+from megatron_dllm.display import can_hold_files
 from megatron_dllm.modes import MODES
 from megatron_dllm.parallel import length_multiple
 
@@ -136,7 +136,7 @@ def check_flags(args, given: set[str]) -> None:
         raise ValueError("--train-iters is missing.")
     if args.save is not None and args.save_interval is None:
         raise ValueError("--save needs --save-interval: after how many iterations to save.")
-    if args.save is not None and not _can_hold_files(args.save):
+    if args.save is not None and not can_hold_files(args.save):
         raise ValueError(f"--save {args.save} is not a folder that can be written to: choose another.")
     if args.train_data_path is not None and "split" in given:
         raise ValueError("--split has no effect on --train-data-path: give --valid-data-path or remove it.")
@@ -148,13 +148,6 @@ def check_flags(args, given: set[str]) -> None:
         raise ValueError("--dllm-attention-backend tiled is for CPUs: use flex, sdpa or auto.")
     if args.dllm_attention_backend == "tiled" and args.attention_dropout:
         raise ValueError("--dllm-attention-backend tiled has no dropout: use --attention-dropout 0, or sdpa.")
-
-
-def _can_hold_files(path: str) -> bool:
-    """Whether `path` is a writable folder, or can become one."""
-    while not os.path.exists(path):
-        path = os.path.dirname(os.path.abspath(path))
-    return os.path.isdir(path) and os.access(path, os.W_OK)
 
 
 def _check_mode_flags(mode: str, given: set[str]) -> None:

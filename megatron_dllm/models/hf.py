@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_dllm.display import can_hold_files
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {
@@ -274,7 +276,7 @@ def check_new_folder(path: str, bytes_needed: int = 0, flag: str = "--save") -> 
     parent = Path(path).absolute().parent
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    if not can_hold_files(str(parent)):
         raise ValueError(f"{flag} {path} cannot be made: {parent} is not a writable folder.")
     if (free := shutil.disk_usage(parent).free) < bytes_needed:
         raise ValueError(

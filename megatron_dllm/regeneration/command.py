@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 
+from megatron_dllm.display import can_hold_files
 from megatron_dllm.regeneration import manifest
 from megatron_dllm.regeneration.client import Server, ServerGone
 from megatron_dllm.regeneration.loop import Run, remaining
@@ -97,6 +98,8 @@ def check(options: argparse.Namespace) -> str | None:
         raise ValueError("--retry-failed asks again in a folder that exists: give --resume too.")
     if os.path.lexists(options.output_dir) and not os.path.isdir(options.output_dir):
         raise ValueError(f"--output-dir {options.output_dir} is not a folder: choose another.")
+    if not can_hold_files(options.output_dir):
+        raise ValueError(f"--output-dir {options.output_dir} is not a folder that can be written to: choose another.")
     try:
         import httpx2
         import pyarrow  # noqa: F401

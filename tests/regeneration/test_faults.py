@@ -341,6 +341,8 @@ def test_two_processes_do_not_make_the_same_shard(regenerate, tmp_path, capsys):
         ("--target-server http://me:secret@localhost/v1", "holds a password"),
         ("--num-workers-shard 2/2", "'2/2' is no part"),
         ("--extra-body [1]", "is not a JSON object"),
+        ("--output-dir /proc/out", "--output-dir /proc/out is not a folder that can be written to"),
+        ("--input-data /", "/ is a folder, and chat data are files: name those in it."),
         ("--extra-body {", "is not JSON"),
         ('--extra-body {"model":"x"}', "model cannot be given here"),
     ],

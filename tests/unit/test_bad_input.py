@@ -91,6 +91,7 @@ FLAGS = {
     "--dllm-attention-backend flex": "flex needs a GPU",
     "--dllm-attention-backend tiled --attention-dropout 0.1": "tiled has no dropout: use --attention-dropout 0",
     "--save /dev/null --save-interval 1": "--save /dev/null is not a folder",
+    "--save /proc/run --save-interval 1": "--save /proc/run is not a folder that can be written to",
     "--bf16 --fp16": "Megatron refuses this combination of flags: assert not args.bf16",
     "--dllm-mode nosuch": "unknown --dllm-mode 'nosuch': choose one of",
     "--dllm-mode scdd --scdd-max-ratio 1": "--scdd-max-ratio 1.0 is out of range: give a number in [0, 1)",
