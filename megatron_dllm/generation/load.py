@@ -141,7 +141,7 @@ def plan(
         folder, args = _saved(path, mode, step, mask_token_id)
     if target_layers(args) is not None and pipeline_model_parallel_size > 1:
         raise ValueError("a draft is decoded on whole layers: leave out --pipeline-model-parallel-size.")
-    own_target = _target_of(args, target) if with_target else None
+    own_target = _target_of(args, target, hf_model, path) if with_target else None
     args.trust_remote_code = trust_remote_code
     for name, value in dict(tokenizer_model=tokenizer_model, chat_template=chat_template).items():
         if value is not None:
@@ -215,7 +215,7 @@ def _imported(
     return planned.args
 
 
-def _target_of(args: Namespace, given: str | None) -> str | None:
+def _target_of(args: Namespace, given: str | None, hf_model: str | None, load: str | None) -> str | None:
     """The target that a draft is decoded with; a draft without one is refused by the sampler, which it has none for."""
     if target_layers(args) is None:
         if args.dllm_mode == "dflash":
@@ -229,6 +229,8 @@ def _target_of(args: Namespace, given: str | None) -> str | None:
             target_of_draft.check_decodable(path)
         except ValueError as error:  # names the flag of training
             raise ValueError(str(error).replace("--dflash-target", "--target")) from error
+        draft = f"--load {load}" if hf_model is None else f"--hf-model {hf_model}"
+        target_of_draft.check_pair(draft, args, f"--target {path}", target_of_draft.describe(path).args)
         args.dflash_target_backend = target_of_draft.MEGATRON  # whatever ran it in training
         args.dllm_mode = "dflash"  # what was imported from a folder has another one in its place
         defaults = target_of_draft.defaults(path)

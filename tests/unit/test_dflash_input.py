@@ -68,7 +68,7 @@ CASES = {
     f"{TARGET} --vocab-size 96": (1, "the draft's vocabulary of 96 is not that of the target (91)"),
     f"{TARGET} --dllm-mask-token-id 91": (1, "mask token id 91 is outside the vocabulary of 91"),
     f"{TARGET} --dllm-mask-token-id 1": (1, "mask token id 1 is also the eos token"),
-    f"{TARGET} --hf-model {{draft}} --num-layers 3": (1, "made for a target of 6 layers, and --dflash-target has 4"),
+    f"{TARGET} --hf-model {{draft}} --num-layers 3": (1, "made for a target of 6 layers, and --dflash-target"),
     f"{TARGET} --dllm-eps 0.1": (1, "--dllm-eps has no effect on --dllm-mode dflash"),
     f"{TARGET} --dflash-anchor-sampling random": (1, "invalid choice"),
     f"{TARGET} --num-experts 4": (1, "a draft's layers are dense"),
@@ -191,3 +191,28 @@ def test_a_folder_says_its_mask_token_itself(places, tmp_path):
         load.plan(hf_model=make("dream", tmp_path)[0], mask_token_id=3)
     training.destroy_global_state()
     assert load.plan(hf_model=draft, target=places["target"], mask_token_id=2).args.dllm_mask_token_id == 2
+
+
+def test_a_draft_and_the_target_of_another(places, tmp_path):
+    """Generation's own flags are named, whichever of the sizes differs."""
+    for changes, sentence in (
+        (dict(num_target_layers=6), "a target of 6 layers, and --target .*qwen3 has 4: name the model that it drafts"),
+        (dict(num_target_layers=4, vocab_size=80), "a target of 80 tokens, and --target .*qwen3 has 91: name the"),
+    ):
+        draft = make_draft(tmp_path / sentence[12:14], tokenizer=False, **changes)
+        with pytest.raises(ValueError, match=f"--hf-model {draft} was made for {sentence}"):
+            load.plan(hf_model=draft, target=places["target"])
+    other = make("qwen3", tmp_path, shape=dict(hidden_size=48))[0]
+    draft = make_draft(tmp_path, num_target_layers=4)
+    with pytest.raises(ValueError, match=f"--hf-model {draft} was made for a target of 40 hidden channels, and --t"):
+        load.plan(hf_model=draft, target=other)
+    training.destroy_global_state()
+
+
+def test_a_target_without_a_tokenizer(places, monkeypatch, capsys, tmp_path):
+    path = tmp_path / "target"
+    shutil.copytree(places["target"], path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).unlink()
+    argv = [*TRAIN, *DFLASH.split(), "--sft-data-path", places["data"], "--dflash-target", str(path)]
+    assert f"--dflash-target {path} holds no tokenizer: give --tokenizer-type" in refused(argv, 1, monkeypatch, capsys)
