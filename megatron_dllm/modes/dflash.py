@@ -104,8 +104,10 @@ def add_args(group) -> None:
         help="So often decode prompts of the validation data (without any, of the training data) with the draft and "
         "log how many tokens a pass of the target yields.",
     )
-    group.add_argument("--dflash-eval-prompts", type=int, default=8, metavar="N")
-    group.add_argument("--dflash-eval-tokens", type=int, default=64, metavar="N", help="New tokens of each prompt.")
+    group.add_argument("--dflash-eval-prompts", type=int, default=None, metavar="N", help="How many; default 8.")
+    group.add_argument(
+        "--dflash-eval-tokens", type=int, default=None, metavar="N", help="New tokens of each prompt; default 64."
+    )
 
 
 def validate(args) -> None:
@@ -125,6 +127,14 @@ def validate(args) -> None:
         least = 2 if flag == "eval-tokens" else 1  # the first comes with the prompt
         if value is not None and value < least:
             raise ValueError(f"--dflash-{flag} is {value}: give at least {least}.")
+    for name, default in (("prompts", 8), ("tokens", 64)):
+        dest = f"dflash_eval_{name}"
+        if getattr(args, dest) is None:
+            setattr(args, dest, default)
+        elif args.dflash_eval_interval is None:
+            raise ValueError(
+                f"--dflash-eval-{name} is of the decoding that --dflash-eval-interval asks for: give both or neither."
+            )
     guesses.validate(args)
     multiple = anchor_multiple(args)
     if args.dflash_num_anchors % multiple:

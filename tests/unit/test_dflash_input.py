@@ -33,6 +33,8 @@ CASES = {
     f"{TARGET} --dflash-num-anchors 0": (1, "--dflash-num-anchors is 0: give at least 1"),
     f"{TARGET} --dflash-window 0": (1, "--dflash-window is 0: give at least 1"),
     f"{TARGET} --dflash-eval-interval 0": (1, "--dflash-eval-interval is 0: give at least 1"),
+    f"{TARGET} --dflash-eval-prompts 4": (1, "--dflash-eval-prompts is of the decoding that --dflash-eval-interval"),
+    f"{TARGET} --dflash-eval-tokens 64": (1, "--dflash-eval-tokens is of the decoding that --dflash-eval-interval"),
     f"{TARGET} --dflash-eval-tokens 1": (1, "--dflash-eval-tokens is 1: give at least 2"),
     f"{TARGET} --dflash-eval-interval 5 --context-parallel-size 2": (2, "leave it out under context parallelism"),
     f"{TARGET} --dflash-loss-decay 0": (1, "--dflash-loss-decay 0.0 is out of range: give a number above 0"),
