@@ -7,6 +7,7 @@ from megatron_dllm.conversion.exporting import check_expressible
 from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.launch import default_to_one_process
+from megatron_dllm.models.target import UnusableTarget, check_weights
 from megatron_dllm.training import pretrain
 
 
@@ -17,12 +18,16 @@ def main() -> None:
         check_before_loading(args)
         if args.init_from_hf:
             check_source(args)
+        check_weights(args)
         if args.save_hf_interval:
             check_expressible(args)
         datasets = build_datasets(args, tokenizer)
     except (ValueError, OSError) as error:
         fail(error)
-    pretrain(args, datasets)
+    try:
+        pretrain(args, datasets)
+    except UnusableTarget as error:
+        fail(error)
 
 
 if __name__ == "__main__":  # checkpoint writers are spawned and import this file again

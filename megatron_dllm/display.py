@@ -31,6 +31,28 @@ def html_page(title: str, style: str, body: str, head: str = "") -> str:
     )
 
 
+def can_hold_files(path: str) -> bool:
+    """Whether `path` is a folder that can be written to, or can become one. It is tried out in the nearest folder that
+    is there, as permissions do not tell all, for instance of /proc; nothing of it remains."""
+    there = os.path.abspath(path)
+    try:
+        while not _exists(there):
+            there = os.path.dirname(there)
+        with tempfile.TemporaryDirectory(dir=there):
+            return True
+    except OSError:
+        return False
+
+
+def _exists(path: str) -> bool:
+    """Raises OSError for what cannot be a path (a name that is too long)."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def check_writable(flag: str, path: str) -> None:
     """ValueError unless a file could be written at `path`, which `flag` named."""
     folder = os.path.dirname(os.path.abspath(path))

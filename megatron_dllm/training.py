@@ -158,8 +158,9 @@ def loss_function(batch: RankBatch, training: bool, measures: dict, terms: list[
     _check(total.detach())
     if training:
         report = {"loss": torch.stack([total.detach(), total.new_tensor(share)]), **report}
-        for name in ("supervised", "noised", "data", "processed"):
-            report[f"{name} tokens"] = total.detach().new_tensor([batch.tokens[name] / cp, share])
+        for name, count in batch.tokens.items():
+            label = f"{name} tokens" if name in ("supervised", "noised", "data", "processed") else name
+            report[label] = total.detach().new_tensor([count / cp, share])
     nothing = torch.finfo(torch.float32).tiny  # so that 0 of 0 is 0
     report |= {name: torch.stack([value, count + nothing]) for name, (value, count) in measures.items()}
     return total * (dp * M), report

@@ -4,11 +4,11 @@ Every check raises ValueError with one sentence that says what to do.
 """
 
 import argparse
-import os
 from types import ModuleType
 
 import torch
 
+from megatron_dllm.display import can_hold_files
 from megatron_dllm.modes import MODES
 from megatron_dllm.parallel import length_multiple
 
@@ -78,9 +78,9 @@ _REFUSED = {
 _POSITIVE = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "expert_tensor_parallel_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups "
-    "seq_length micro_batch_size global_batch_size eval_micro_batch_size eval_global_batch_size train_iters "
-    "train_samples log_interval tensorboard_log_interval save_interval eval_interval make_vocab_size_divisible_by "
-    "vocab_size num_experts pad_seq_len_divisible dllm_pad_block_size"
+    "kv_channels seq_length micro_batch_size global_batch_size eval_micro_batch_size eval_global_batch_size "
+    "train_iters train_samples log_interval tensorboard_log_interval save_interval eval_interval "
+    "make_vocab_size_divisible_by vocab_size num_experts pad_seq_len_divisible dllm_pad_block_size"
 ).split()
 _NOT_NEGATIVE = "seed num_workers eval_iters lr min_lr dllm_verify_peers".split()
 
@@ -136,7 +136,7 @@ def check_flags(args, given: set[str]) -> None:
         raise ValueError("--train-iters is missing.")
     if args.save is not None and args.save_interval is None:
         raise ValueError("--save needs --save-interval: after how many iterations to save.")
-    if args.save is not None and not _can_hold_files(args.save):
+    if args.save is not None and not can_hold_files(args.save):
         raise ValueError(f"--save {args.save} is not a folder that can be written to: choose another.")
     if args.train_data_path is not None and "split" in given:
         raise ValueError("--split has no effect on --train-data-path: give --valid-data-path or remove it.")
@@ -148,13 +148,6 @@ def check_flags(args, given: set[str]) -> None:
         raise ValueError("--dllm-attention-backend tiled is for CPUs: use flex, sdpa or auto.")
     if args.dllm_attention_backend == "tiled" and args.attention_dropout:
         raise ValueError("--dllm-attention-backend tiled has no dropout: use --attention-dropout 0, or sdpa.")
-
-
-def _can_hold_files(path: str) -> bool:
-    """Whether `path` is a writable folder, or can become one."""
-    while not os.path.exists(path):
-        path = os.path.dirname(os.path.abspath(path))
-    return os.path.isdir(path) and os.access(path, os.W_OK)
 
 
 def _check_mode_flags(mode: str, given: set[str]) -> None:
@@ -221,8 +214,7 @@ def check_layout(args, mode: ModuleType) -> None:
             f"--seq-length {args.seq_length} cannot be split in this layout: it must be a multiple of {multiple}, "
             f"for instance {lower or multiple} or {lower + multiple}."
         )
-    if args.num_attention_heads % tp:
-        raise ValueError(f"--num-attention-heads {args.num_attention_heads} is not divisible by TP {tp}.")
+    _check_heads(args, tp)
     uneven = (
         args.decoder_first_pipeline_num_layers is not None
         or args.decoder_last_pipeline_num_layers is not None
@@ -241,6 +233,28 @@ def check_layout(args, mode: ModuleType) -> None:
     args.dllm_variable_lengths = args.sft_data_path is not None and args.dllm_padding == "ignore"
     args.dllm_length_multiple = multiple
     args.dllm_sequence_length = args.seq_length
+
+
+def _check_heads(args, tp: int) -> None:
+    heads, groups, size = args.num_attention_heads, args.num_query_groups, args.kv_channels
+    if heads % tp:
+        raise ValueError(f"--num-attention-heads {heads} is not divisible by TP {tp}.")
+    if args.group_query_attention and heads % groups:
+        raise ValueError(
+            f"--num-attention-heads {heads} cannot share --num-query-groups {groups}: give a multiple of it."
+        )
+    if args.group_query_attention and groups % tp and tp % groups:
+        raise ValueError(f"--num-query-groups {groups} neither divides TP {tp} nor is divisible by it.")
+    if size is None and args.hidden_size % heads:
+        raise ValueError(
+            f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}: say how wide a head "
+            "is by --kv-channels."
+        )
+    size = args.hidden_size // heads if size is None else size
+    if size % 2:
+        raise ValueError(
+            f"a head of {size} channels cannot be rotated, which is done in pairs: give an even --kv-channels."
+        )
 
 
 def set_model_length(args, mode: ModuleType) -> None:

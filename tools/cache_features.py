@@ -56,6 +56,7 @@ def run(store=None) -> None:
 
     from megatron_dllm import fixes
     from megatron_dllm.data.datasets import build_datasets
+    from megatron_dllm.models import target
     from megatron_dllm.models.targets import caching
     from megatron_dllm.training import embedding_ranks
 
@@ -63,6 +64,7 @@ def run(store=None) -> None:
     with contextlib.nullcontext() if shows_help else quiet():
         args, tokenizer, path, count = read_flags()
         caching.check(args)
+        target.check_weights(args)
         datasets = build_datasets(args, tokenizer)
         fixes.install()
         set_global_variables(args, build_tokenizer=False)

@@ -99,6 +99,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", default=False, help="one object per prompt: text, ids, steps, ...")
     add("--output", default=None, metavar="FILE", help="write these objects to a file, once all answers are there")
+    add(
+        "--compare-plain",
+        action="store_true",
+        default=False,
+        help="of a draft: let the target write everything alone too, and say how much sooner it comes with the draft",
+    )
     add("--stream", action="store_true", default=False, help="show the text while it is denoised, prompt after prompt")
     add("--trace", default=None, metavar="FILE", help="write a page that plays the denoising")
     return parser.parse_args([with_hyphens(word) for word in argv])
@@ -146,6 +152,7 @@ class Report:
     """What becomes of the answers on the first rank; other ranks compute them only."""
 
     def __init__(self, options: argparse.Namespace, config: GenerationConfig, tokenizer, out: TextIO):
+        """comparison: of what a draft helps to write, set before `write`."""
         from megatron_dllm.generation.streaming import Appended, Redrawn
         from megatron_dllm.generation.trace import Recorder
 
@@ -153,6 +160,7 @@ class Report:
         self._display = (Redrawn if out.isatty() else Appended)(tokenizer, out) if options.stream else None
         self._recorder = Recorder() if options.trace is not None else None
         self._objects = options.json or options.prompts_file is not None
+        self.comparison = None
 
     def observe(self, rows) -> None:
         for watching in (self._display, self._recorder):
@@ -164,22 +172,25 @@ class Report:
         output = contextlib.nullcontext() if self._options.output is None else whole_file(self._options.output)
         with output as file:
             for number, (request, completion) in enumerate(zip(requests, completions, strict=True), 1):
+                measured = None if self.comparison is None else self.comparison.add(completion)
                 if file is not None:
-                    file.write(request.line(completion))
-                self._show(request, completion, last=number == len(requests))
+                    file.write(request.line(completion, measured))
+                self._show(request, completion, measured, last=number == len(requests))
+        if self.comparison is not None:
+            say(f"{self.comparison.summary()}\n", sys.stderr)
         if self._recorder is not None:
             from megatron_dllm.generation.trace import render
 
             with whole_file(self._options.trace) as file:
                 file.write(render(self._recorder.traces(), self._tokenizer, self._config))
 
-    def _show(self, request: Request, completion: Completion, last: bool) -> None:
+    def _show(self, request: Request, completion: Completion, measured: dict | None, last: bool) -> None:
         if self._display is not None:
             self._display.finish(completion.text)
         elif self._options.output is not None:
             return
         elif self._objects:
-            return say(request.line(completion), self._out)
+            return say(request.line(completion, measured), self._out)
         else:
             say(completion.text + "\n", self._out)
         if not last:  # a blank line between texts
@@ -202,8 +213,9 @@ def main() -> None:
         config = check_options(options)
         requests = collect(options.prompt, options.messages_file, options.prompts_file)
         with quiet():
-            from megatron_dllm.generation import prepare, stream
+            from megatron_dllm.generation import comparison, prepare, stream
             from megatron_dllm.generation.load import build, plan
+            from megatron_dllm.models.target import UnusableTarget
 
             given = {_PLAN[name]: value for name, value in vars(options).items() if name in _PLAN and value is not None}
             planned = plan(options.load, **given)
@@ -211,12 +223,24 @@ def main() -> None:
             requests = [request.in_chat() for request in requests]
         prompts, names = [request.prompt for request in requests], [request.name for request in requests]
         prepare(prompts, planned.tokenizer, config, planned.args, names)
+        drafted = comparison.is_drafted(planned.args, config)
+        if options.compare_plain and not drafted:
+            raise ValueError("--compare-plain compares a draft and its target with the target alone: leave it out.")
     except ValueError as error:
         fail(error)
     report = Report(options, config, planned.tokenizer, sys.stdout) if _is_first_rank() else None
     with quiet():
-        loaded = build(planned)
-        observe = report.observe if report is not None else None
+        try:
+            loaded = build(planned)
+        except UnusableTarget as error:
+            fail(error)
+        plain = None
+        if options.compare_plain:
+            plain = comparison.alone(loaded.model, planned.tokenizer, prompts, config)
+        observe = None
+        if report is not None:
+            observe = report.observe
+            report.comparison = comparison.Comparison(planned.tokenizer, config, plain) if drafted else None
         completions = stream(loaded.model, planned.tokenizer, prompts, config, observe)
     if report is None:
         for _ in quietly(completions):

@@ -31,6 +31,8 @@ _ROWS_AT_ONCE = 1024  # decoded together while a parquet file is checked
 def open_chat_file(path: str, check: Check, column: str = "messages") -> "JsonLines | Parquet":
     """Parquet by its suffix, else JSONL. Raises ValueError for a file that is missing, empty, malformed, or holds a
     conversation that `check` refuses; the sentence names the file and the line or row."""
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder, and chat data are files: name those in it.")
     if not os.path.isfile(path):
         raise ValueError(f"The chat file {path} does not exist: correct the path.")
     return Parquet(path, check, column) if path.endswith(".parquet") else JsonLines(path, check, column)

@@ -20,7 +20,8 @@ def check_inputs(paths: Sequence[str]) -> None:
     known = (*_JSON_SUFFIXES, *_TEXT_SUFFIXES, ".parquet")
     for path in paths:
         if not os.path.isfile(path):
-            raise ValueError(f"Input file {path} does not exist; correct --input.")
+            what = "is a folder, give the files in it" if os.path.isdir(path) else "does not exist"
+            raise ValueError(f"Input file {path} {what}; correct --input.")
         if os.path.getsize(path) == 0:
             raise ValueError(f"Input file {path} is empty; leave it out of --input.")
         if not path.endswith(known):

@@ -8,6 +8,7 @@ the chunks of a rank share the reduced counts.
 
 import functools
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterator
 
@@ -81,6 +82,7 @@ class StepStream:
         self.loader, self.split, self.args = loader, split, args
         self.shared_counts = shared_counts
         self.step = 0
+        self.told = False
         self.queue: deque[RankBatch] = deque()
 
     def __iter__(self) -> "StepStream":
@@ -103,12 +105,26 @@ class StepStream:
         key = (self.split, self.step)
         if self.shared_counts.get("key") != key:
             self.shared_counts.update(key=key, counts=_reduce_counts(batches))
+        if not any(self.shared_counts["counts"].values()):
+            self._tell_of_nothing()
         for batch in batches:
             # max(·, 1): a step without anything to score has loss 0 and zero gradients, not 0/0
             batch.denominators = {name: max(n, 1.0) for name, n in self.shared_counts["counts"].items()}
             batch.microbatches = len(batches)
         self.step += 1
         self.queue.extend(batches)
+
+    def _tell_of_nothing(self) -> None:
+        """Once: every rank knows the global counts, the first one speaks."""
+        if not self.told and torch.distributed.get_rank() == 0:
+            data = "training" if self.split == Split.train else "held-out"
+            why = getattr(get_mode(self.args.dllm_mode), "NOTHING_SCORED", "does the data supervise anything?")
+            print(
+                f"Warning: a global batch of {data} data has no token to score, its loss is 0: {why}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.told = True
 
     def verify_peers(self) -> None:
         """Stop the run if a tensor-, context- or pipeline-parallel peer is about to train on something else.

@@ -312,6 +312,11 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
             getattr(args, "null_tokenizer_eod_id", None),
             getattr(args, "null_tokenizer_pad_id", None),
         )
+    if kind is None:
+        raise ValueError(
+            "there is no tokenizer: give --tokenizer-model, and --tokenizer-type, for which choose one of "
+            f"{', '.join(TOKENIZER_TYPES)}."
+        )
     raise ValueError(f"--tokenizer-type {kind} is not supported; choose one of {', '.join(TOKENIZER_TYPES)}.")
 
 

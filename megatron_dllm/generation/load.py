@@ -125,7 +125,7 @@ def plan(
     with_target: False: a draft alone, which cannot decode.
     tokenizer_model, chat_template: where the files are now, if they have moved since training.
     trust_remote_code: the tokenizer may be Python code of its folder; what the checkpoint says about that is not heard.
-    mask_token_id: only checked, or for an hf_model whose family and tokenizer do not say it.
+    mask_token_id: only checked, or for an hf_model whose config.json does not say it.
     bf16, fp32: compute in it also if the model was trained in another precision.
     Raises ValueError (one sentence): no checkpoint or a damaged one, a layout that does not fit, a tokenizer
     that is missing or another one, another mask token.
@@ -141,7 +141,7 @@ def plan(
         folder, args = _saved(path, mode, step, mask_token_id)
     if target_layers(args) is not None and pipeline_model_parallel_size > 1:
         raise ValueError("a draft is decoded on whole layers: leave out --pipeline-model-parallel-size.")
-    own_target = _target_of(args, target) if with_target else None
+    own_target = _target_of(args, target, hf_model, path) if with_target else None
     args.trust_remote_code = trust_remote_code
     for name, value in dict(tokenizer_model=tokenizer_model, chat_template=chat_template).items():
         if value is not None:
@@ -159,6 +159,7 @@ def plan(
     if own_target is not None:
         args.dflash_target = own_target
         target_of_draft.check(args)
+        target_of_draft.check_weights(args)
     if bf16 or fp32:
         args.bf16, args.fp16, args.params_dtype = bf16, False, torch.bfloat16 if bf16 else torch.float32
     if args.transformer_impl == "transformer_engine" and not torch.cuda.is_available():
@@ -192,22 +193,29 @@ def _imported(
     hf_model: str, mode: str | None, step: int | None, mask_token_id: int | None, trust_remote_code: bool
 ) -> Namespace:
     from megatron_dllm.conversion import importing
+    from megatron_dllm.conversion.defaults import config_defaults
     from megatron_dllm.conversion.source import family_of
     from megatron_dllm.models.hf import read_config
 
     if step is not None:
         raise ValueError("--ckpt-step is an iteration of --load, and --hf-model has none: leave it out.")
-    family = family_of(read_config(hf_model))
+    config = read_config(hf_model)
+    family = family_of(config)
     if mode is None and family.mode is None and not family.draft:
         raise ValueError(
             f"{hf_model} holds a {family.name} model, which is autoregressive unless it was trained further: say what "
             "it was trained as by --dllm-mode (to continue a text token by token: --dllm-mode hybrid --mode ar)."
         )
+    own_mask = config_defaults(config, family).get("dllm_mask_token_id")
+    if None not in (mask_token_id, own_mask) and mask_token_id != own_mask:
+        raise ValueError(
+            f"{hf_model} was trained with mask token {own_mask}, not {mask_token_id}: leave out --dllm-mask-token-id."
+        )
     planned = importing.plan(hf_model, mode=mode, mask_token_id=mask_token_id, trust_remote_code=trust_remote_code)
     return planned.args
 
 
-def _target_of(args: Namespace, given: str | None) -> str | None:
+def _target_of(args: Namespace, given: str | None, hf_model: str | None, load: str | None) -> str | None:
     """The target that a draft is decoded with; a draft without one is refused by the sampler, which it has none for."""
     if target_layers(args) is None:
         if args.dllm_mode == "dflash":
@@ -221,6 +229,8 @@ def _target_of(args: Namespace, given: str | None) -> str | None:
             target_of_draft.check_decodable(path)
         except ValueError as error:  # names the flag of training
             raise ValueError(str(error).replace("--dflash-target", "--target")) from error
+        draft = f"--load {load}" if hf_model is None else f"--hf-model {hf_model}"
+        target_of_draft.check_pair(draft, args, f"--target {path}", target_of_draft.describe(path).args)
         args.dflash_target_backend = target_of_draft.MEGATRON  # whatever ran it in training
         args.dllm_mode = "dflash"  # what was imported from a folder has another one in its place
         defaults = target_of_draft.defaults(path)

@@ -9,7 +9,8 @@ from megatron_dllm.data.messages import check_characters, check_messages, read_j
 from megatron_dllm.generation.config import Completion
 
 _KINDS = ("prompt", "messages", "tokens")
-_ANSWERED = tuple(field.name for field in fields(Completion))
+MEASURED = ("tokens_per_pass", "plain_tokens_per_second", "speed_up", "same_as_plain")  # of drafts (comparison.py)
+_ANSWERED = (*(field.name for field in fields(Completion)), *MEASURED)
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Request:
             return self
         return Request([dict(role="user", content=self.prompt)], self.name, self.carried)
 
-    def line(self, completion: Completion) -> str:
-        """The request's fields and the completion's as a line of JSON."""
-        return json.dumps(self.carried | vars(completion), ensure_ascii=False) + "\n"
+    def line(self, completion: Completion, measured: dict[str, Any] | None = None) -> str:
+        """The request's fields and the completion's as a line of JSON; measured: more of the answer's."""
+        return json.dumps(self.carried | vars(completion) | (measured or {}), ensure_ascii=False) + "\n"
 
 
 def collect(

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_dllm.display import can_hold_files
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {
@@ -47,12 +49,13 @@ def read_config(folder: str) -> dict:
 class Folder:
     """The tensors of a Hugging Face folder. shapes, dtypes: by key, from the files' headers.
 
+    readable: they are to be read here, so they must be of a precision that can be (dtypes has no others).
     Raises ValueError (one sentence) for a folder without safetensors, a missing or broken file, an index that does
     not fit its files or names one outside of the folder.
     """
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: str, readable: bool = True):
+        self.path, self._readable = path, readable
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._place: dict[str, tuple[str, int]] = {}  # key -> (file, first byte)
@@ -94,12 +97,13 @@ class Folder:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
                     view = file.get_slice(key)
                     self.shapes[key] = tuple(view.get_shape())
-                    if view.get_dtype() not in _DTYPES:
+                    if view.get_dtype() in _DTYPES:
+                        self.dtypes[key] = _DTYPES[view.get_dtype()]
+                    elif self._readable:
                         raise ValueError(
                             f"{key} in {path} is stored as {view.get_dtype()}, and only {', '.join(_DTYPES)} are read: "
                             "save the model in one of them first."
                         )
-                    self.dtypes[key] = _DTYPES[view.get_dtype()]
                 present = set(file.keys())
             with open(path, "rb") as file:  # the header is in order, or safetensors would have refused it
                 length = struct.unpack("<Q", file.read(8))[0]
@@ -272,7 +276,7 @@ def check_new_folder(path: str, bytes_needed: int = 0, flag: str = "--save") -> 
     parent = Path(path).absolute().parent
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    if not can_hold_files(str(parent)):
         raise ValueError(f"{flag} {path} cannot be made: {parent} is not a writable folder.")
     if (free := shutil.disk_usage(parent).free) < bytes_needed:
         raise ValueError(

@@ -120,6 +120,21 @@ def defaults(path: str, backend: str = MEGATRON, trust_remote_code: bool = False
     return found
 
 
+def check_pair(draft: str, args: Namespace, name: str, target: Namespace) -> None:
+    """ValueError (one sentence) unless the draft that `args` describe was made for such a target; draft, name: the two,
+    and the flags that say them."""
+    known = getattr(args, "dflash_num_target_layers", None)
+    sizes = dict(layers=(known, target.num_layers)) if known is not None else {}
+    sizes["hidden channels"] = args.hidden_size, target.hidden_size
+    sizes["tokens"] = args.vocab_size, target.vocab_size
+    for what, (of_draft, of_target) in sizes.items():
+        if None not in (of_draft, of_target) and of_draft != of_target:
+            raise ValueError(
+                f"{draft} was made for a target of {of_draft} {what}, and {name} has {of_target}: name the model that "
+                "it drafts for."
+            )
+
+
 def check(args: Namespace) -> None:
     """Fill in which of its layers are read; ValueError (one sentence) if a draft of this shape does not fit it."""
     from megatron_dllm.models.dflash_draft import spread
@@ -128,12 +143,8 @@ def check(args: Namespace) -> None:
     backend = backend_of(args)
     target = describe(args.dflash_target, backend, args.trust_remote_code).args
     args.dflash_target = os.path.abspath(args.dflash_target)
-    known = getattr(args, "dflash_num_target_layers", None)  # what the folder of a draft says
-    if known not in (None, target.num_layers):
-        raise ValueError(
-            f"--hf-model {args.hf_model} was made for a target of {known} layers, and --dflash-target has "
-            f"{target.num_layers}: name the model that it drafts for."
-        )
+    if args.hf_model is not None:
+        check_pair(f"--hf-model {args.hf_model}", args, f"--dflash-target {args.dflash_target}", target)
     args.dflash_num_target_layers = target.num_layers
     if getattr(target, "dllm_mode", None) in ("mdlm", "scdd") and os.environ.get("RANK", "0") == "0":
         print(
@@ -164,6 +175,24 @@ def check(args: Namespace) -> None:
         hugging_face.check(args.dflash_target, args)
     if args.dflash_features is not None:
         offline.check(args)
+
+
+def check_weights(args: Namespace) -> None:
+    """ValueError (one sentence) for a target whose files are damaged or incomplete, as their headers say: before there
+    are data, processes or a model. (Of a run, `describe` has looked at them.)"""
+    from megatron_dllm.models.hf import Folder
+    from megatron_dllm.models.targets import megatron
+
+    if args.dflash_target is None or args.dflash_features is not None:
+        return
+    backend = backend_of(args)
+    described = describe(args.dflash_target, backend, args.trust_remote_code)
+    if described.folder is None:
+        return
+    if backend == TRANSFORMERS:
+        Folder(described.folder, readable=False)  # which keys its class has, only that class knows
+    else:
+        megatron.source(args, described)
 
 
 def check_experts(args: Namespace) -> int:
@@ -197,12 +226,20 @@ def draft_config(args: Namespace):
     return core_transformer_config_from_args(own)
 
 
+class UnusableTarget(ValueError):
+    """One sentence about a target, known only now that it is built."""
+
+
 def build(args: Namespace, pg_collection=None) -> Target:
-    """The target of a run, frozen, on this rank. Raises ValueError (one sentence) for weights that cannot be read."""
+    """The target of a run, frozen, on this rank. Raises UnusableTarget for weights that cannot be read, or a class of
+    transformers that does not do what a draft needs."""
     from megatron_dllm.models.targets import hugging_face, megatron, offline
 
-    if args.dflash_features is not None:
-        return offline.build(args, pg_collection)
-    if backend_of(args) == TRANSFORMERS:
-        return hugging_face.build(args, args.dflash_target, pg_collection)
-    return megatron.build(args, describe(args.dflash_target), pg_collection)
+    try:
+        if args.dflash_features is not None:
+            return offline.build(args, pg_collection)
+        if backend_of(args) == TRANSFORMERS:
+            return hugging_face.build(args, args.dflash_target, pg_collection)
+        return megatron.build(args, describe(args.dflash_target), pg_collection)
+    except ValueError as error:
+        raise UnusableTarget(str(error)) from error

@@ -93,11 +93,11 @@ class ModelInput:
     """A micro-batch as a mode lays it out, before context-parallel slicing.
 
     tokens_BQ, position_ids_BQ int64; attributes_BQA int32 (see the column names above).
-    streams: into how many equally long streams Q divides; a context-parallel rank owns the same positions
-    of each. drafted: tokens of blocks after the streams (dflash, block_diffusion). tokens: counters for the logs (sums
-    over the micro-batch). self_conditioned_B: bool, rows whose blocks are denoised with a first prediction in view;
-    None where there are never any. noised_BD: bool, which of the drafted tokens are noised, for tools that show them;
-    given wherever tokens are drafted.
+    streams: into how many equally long streams Q divides; a context-parallel rank owns the same positions of each.
+    drafted: tokens of blocks after the streams (dflash, block_diffusion). tokens: counters for the logs (sums over the
+    micro-batch): supervised, noised, data and processed tokens, and what else a mode counts. self_conditioned_B: bool,
+    rows whose blocks are denoised with a first prediction in view; None where there are never any. noised_BD: bool,
+    which of the drafted tokens are noised, for tools that show them; given wherever tokens are drafted.
     """
 
     tokens_BQ: torch.Tensor

@@ -46,6 +46,7 @@ NEEDS_MASK_TOKEN = True
 FULL_WITHIN_DOCUMENT = False
 USES = {"dllm_block_size", "dllm_compat"}
 REQUIRED = {"dflash_target": "--dllm-mode dflash trains beside a frozen model: name it by --dflash-target DIR."}
+NOTHING_SCORED = "a draft learns from samples with at least two blocks of supervised tokens (--dllm-block-size)."
 SAMPLINGS = ("supervised", "overlap", "nonoverlap")
 ANCHORS, PREFIXES = "dflash anchors", "dflash prefixes"  # the random streams
 
@@ -103,8 +104,10 @@ def add_args(group) -> None:
         help="So often decode prompts of the validation data (without any, of the training data) with the draft and "
         "log how many tokens a pass of the target yields.",
     )
-    group.add_argument("--dflash-eval-prompts", type=int, default=8, metavar="N")
-    group.add_argument("--dflash-eval-tokens", type=int, default=64, metavar="N", help="New tokens of each prompt.")
+    group.add_argument("--dflash-eval-prompts", type=int, default=None, metavar="N", help="How many; default 8.")
+    group.add_argument(
+        "--dflash-eval-tokens", type=int, default=None, metavar="N", help="New tokens of each prompt; default 64."
+    )
 
 
 def validate(args) -> None:
@@ -113,11 +116,25 @@ def validate(args) -> None:
     K = args.dllm_block_size
     if K < 2:
         raise ValueError(f"--dllm-block-size {K}: a block is a known token and at least one guess, give 2 or more.")
+    S = args.dllm_sequence_length
+    if 2 * K > S:
+        raise ValueError(
+            f"--seq-length {S} holds no two blocks of --dllm-block-size {K}, which a sample must have to count: make "
+            "one longer or the other smaller."
+        )
     counts = "num_anchors window eval_interval eval_prompts eval_tokens"
     for flag, value in [(name.replace("_", "-"), getattr(args, f"dflash_{name}")) for name in counts.split()]:
         least = 2 if flag == "eval-tokens" else 1  # the first comes with the prompt
         if value is not None and value < least:
             raise ValueError(f"--dflash-{flag} is {value}: give at least {least}.")
+    for name, default in (("prompts", 8), ("tokens", 64)):
+        dest = f"dflash_eval_{name}"
+        if getattr(args, dest) is None:
+            setattr(args, dest, default)
+        elif args.dflash_eval_interval is None:
+            raise ValueError(
+                f"--dflash-eval-{name} is of the decoding that --dflash-eval-interval asks for: give both or neither."
+            )
     guesses.validate(args)
     multiple = anchor_multiple(args)
     if args.dflash_num_anchors % multiple:
@@ -258,6 +275,7 @@ def layout(samples: list[Anchored], length: int, args) -> ModelInput:
             "noised": float(scored_BNK.sum()),
             "data": float(rows.data_tokens),
             "processed": float(position_ids_BT.numel()),
+            "samples that count": float(scored_BNK.flatten(1).any(1).sum()),
         },
     )
 

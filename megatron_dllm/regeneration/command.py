@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 
+from megatron_dllm.display import can_hold_files
 from megatron_dllm.regeneration import manifest
 from megatron_dllm.regeneration.client import Server, ServerGone
 from megatron_dllm.regeneration.loop import Run, remaining
@@ -18,6 +19,7 @@ from megatron_dllm.regeneration.source import Source
 _FILES_BESIDE_CONNECTIONS = 128
 _OWN_FIELDS = {"model", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "tools", "n", "stream"}
 _SHOW_SCAN_ROWS = 20_000
+_KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def json_object(text: str) -> dict:
@@ -66,8 +68,8 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields of the request")
     add = parser.add_argument_group("how it is asked").add_argument
     add("--target-server", default="http://localhost:30000/v1", metavar="URL", help="default: %(default)s")
-    add("--api-key-variable", default="OPENAI_API_KEY", metavar="NAME", help="environment variable that holds the key, "
-        "if the server wants one; default: %(default)s")
+    add("--api-key-variable", metavar="NAME", help="environment variable that holds the key, if the server wants one; "
+        f"default: {_KEY_VARIABLE}, if it is set")
     add("--concurrency", type=int, default=32, metavar="N", help="requests at once; default: %(default)s")
     add("--timeout-s", type=float, default=600.0, metavar="SECONDS", help="for one answer; default: %(default)s")
     add("--max-retries", type=int, default=3, metavar="N", help="of one request; default: %(default)s")
@@ -97,6 +99,8 @@ def check(options: argparse.Namespace) -> str | None:
         raise ValueError("--retry-failed asks again in a folder that exists: give --resume too.")
     if os.path.lexists(options.output_dir) and not os.path.isdir(options.output_dir):
         raise ValueError(f"--output-dir {options.output_dir} is not a folder: choose another.")
+    if not can_hold_files(options.output_dir):
+        raise ValueError(f"--output-dir {options.output_dir} is not a folder that can be written to: choose another.")
     try:
         import httpx2
         import pyarrow  # noqa: F401
@@ -111,9 +115,12 @@ def check(options: argparse.Namespace) -> str | None:
     if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
         raise ValueError(f"--target-server {options.target_server!r} must be like http://localhost:30000/v1.")
     _allow_files(options.concurrency + _FILES_BESIDE_CONNECTIONS)
-    key = os.environ.get(options.api_key_variable, "").strip() or None
+    variable = options.api_key_variable or _KEY_VARIABLE
+    key = os.environ.get(variable, "").strip() or None
+    if key is None and options.api_key_variable is not None:
+        raise ValueError(f"--api-key-variable {variable} is not set or empty: export it, or leave out the flag.")
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ValueError(f"The value of {options.api_key_variable} cannot be an API key: it holds white space or more.")
+        raise ValueError(f"The value of {variable} cannot be an API key: it holds white space or more.")
     return key
 
 
@@ -129,6 +136,10 @@ def prepare(options: argparse.Namespace) -> tuple[Shards, list[int], dict]:
     i, n = options.num_workers_shard
     mine = list(range(i, len(shards), n))
     agrees, begun = manifest.agree(options.output_dir, wanted), any(map(shards.begun, mine))
+    if not agrees and (foreign := manifest.foreign(options.output_dir)):
+        raise ValueError(
+            f"--output-dir {options.output_dir} holds something else ({foreign}): choose an empty or a new folder."
+        )
     if begun and not agrees:
         raise ValueError(f"{options.output_dir} has shards but no {manifest.NAME}: choose another --output-dir.")
     if begun and not options.resume:

@@ -34,6 +34,12 @@ def manifest(options, digest: list[str], rows: int) -> dict[str, Any]:
     }
 
 
+def foreign(folder: str) -> str | None:
+    """A file of the folder that no run of ours has written; hidden ones do not count."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return next((name for name in names if not name.startswith((".", NAME, "journal-", "shard-"))), None)
+
+
 def agree(folder: str, wanted: dict[str, Any]) -> bool:
     """Is there a manifest? Raises ValueError, naming what differs, if it is not `wanted`."""
     path = os.path.join(folder, NAME)

@@ -7,7 +7,8 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 
 def write(case: dict, store) -> dict:
-    """stop_after: so many micro-batches, each of which is synced; nothing more is then written, as after a kill."""
+    """stop_after: so many micro-batches, each of which is synced; nothing more is then written, as after a kill.
+    unusable: so the target turns out to be when it is built."""
     import cache_features
 
     from megatron_dllm.models.targets import caching
@@ -15,6 +16,7 @@ def write(case: dict, store) -> dict:
 
     sys.argv = ["cache_features.py", *case["flags"]]
     run, ran, files._SYNC_BYTES = caching._run, [], 1
+    build = caching.targets.build
 
     def counted(*args):
         if len(ran) == case.get("stop_after"):
@@ -22,11 +24,14 @@ def write(case: dict, store) -> dict:
         ran.append(args)
         return run(*args)
 
-    caching._run = counted
+    def unusable(*_):
+        raise caching.targets.UnusableTarget("it cannot be used: use another.")
+
+    caching._run, caching.targets.build = counted, unusable if case.get("unusable") else build
     try:
         cache_features.run(store)
     except KeyboardInterrupt:
         pass
     finally:
-        caching._run = run
+        caching._run, caching.targets.build = run, build
     return dict(ran=len(ran))

@@ -2,6 +2,7 @@
 writes alone; on one process and on tensor-parallel ranks."""
 
 import functools
+import json
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megatron_dllm.conversion import plain_draft
 from megatron_dllm.generation.nemotron import verify
 from megatron_dllm.generation.selection import Candidates, RowDraws
 from tests import drafts
+from tests.parallel.test_generate import run_tool
 from tests.parity import plain_samplers as plain
 from tests.parity.plain_samplers import MASK
 
@@ -83,3 +85,16 @@ def test_a_loop_without_caches(written, hf_folder, tp):
     assert answers[2, 3][1] == [NEW] * 3
     # some guesses are kept, some refused
     assert NEW // drafts.BLOCK < min(answers[1, 3][1]) < max(answers[1, 3][1]) < NEW
+
+
+def test_beside_the_target_alone(hf_folder, tmp_path):
+    draft = drafts.make(tmp_path, tokenizer=False, num_target_layers=4)
+    model = ["--hf-model", draft, "--target", hf_folder("qwen3 tied")[0]]
+    prompts = [word for ids in PROMPTS for word in ("--prompt", " ".join(f"w{id}" for id in ids))]
+    out = run_tool(*model, *prompts, "--max-new-tokens", NEW, "--json", "--compare-plain")
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert len(answers) == 3 and all(answer["same_as_plain"] for answer in answers)
+    for answer in answers:
+        assert answer["tokens_per_pass"] == pytest.approx((NEW - 1) / (answer["forwards"] - 1), abs=1e-4)
+        expected = answer["tokens_per_second"] / answer["plain_tokens_per_second"]
+        assert answer["speed_up"] == pytest.approx(expected, abs=1e-4)

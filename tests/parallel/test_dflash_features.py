@@ -92,6 +92,24 @@ def test_what_the_target_predicts_is_not_stored(pool, command, tmp_path):  # noq
         pool.run([], 1, function="tests.parallel.caching:write", flags=flags)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_folder_that_is_whole(pool, command, cache, processes):  # noqa: F811
+    folder = cache(1, "qwen3 tied", "chat")[0]
+    flags = [*command("qwen3 tied", "chat"), "--dflash-features", folder]
+    case = dict(function="tests.parallel.caching:write")
+    again = pool.run([], processes, **case, flags=flags)
+    assert [one["ran"] for one in again] == [0] * processes and f"{folder} is complete" in again[0]["output"]
+    with pytest.raises(CaseFailed, match=r"ValueError: .* with other flags or data \(seed\): give the same"):
+        pool.run([], processes, **case, flags=[*flags, "--seed", "5"])
+
+
+def test_a_target_that_cannot_be_used_leaves_nothing(pool, command, tmp_path):  # noqa: F811
+    flags = [*command("qwen3 tied", "chat"), "--dflash-features", str(tmp_path / "here")]
+    with pytest.raises(CaseFailed, match="it cannot be used"):
+        pool.run([], 1, function="tests.parallel.caching:write", flags=flags, unusable=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_interrupted_writer_goes_on(pool, command, cache, tmp_path):  # noqa: F811
     key = ("qwen3 tied", "chat")
     path = str(tmp_path / "here")

@@ -161,3 +161,14 @@ def test_a_target_may_be_a_run(pool, argv, trained, converter, hf_folder, tmp_pa
     assert result["losses"] == trained[1]["losses"]
     with pytest.raises(CaseFailed, match="holds a draft itself: name the model that it drafts for"):
         pool.run([*argv, "--dflash-target", trained[0]])
+
+
+@pytest.mark.parametrize("layout", ("1", "DP2", "CP2 all_gather"))
+def test_samples_that_count_are_told(pool, argv, layout):
+    processes, flags = LAYOUTS.get(layout, (1, ""))
+    told = lambda results: [r["output"].count("a global batch of training data has no token to score") for r in results]
+    counted = lambda results: [report["samples that count"] for report in results[-1]["reports"]]
+    results = pool.run([*argv, *flags.split()], processes)
+    assert counted(results) == [2, 4] and not any(told(results))
+    results = pool.run([*argv, "--dllm-block-size", 16, *flags.split()], processes)
+    assert counted(results) == [0, 0] and told(results) == [1, 0][:processes]

@@ -341,6 +341,8 @@ def test_two_processes_do_not_make_the_same_shard(regenerate, tmp_path, capsys):
         ("--target-server http://me:secret@localhost/v1", "holds a password"),
         ("--num-workers-shard 2/2", "'2/2' is no part"),
         ("--extra-body [1]", "is not a JSON object"),
+        ("--output-dir /proc/out", "--output-dir /proc/out is not a folder that can be written to"),
+        ("--input-data /", "/ is a folder, and chat data are files: name those in it."),
         ("--extra-body {", "is not JSON"),
         ('--extra-body {"model":"x"}', "model cannot be given here"),
     ],
@@ -413,3 +415,26 @@ def test_an_output_folder_of_another_run(regenerate, tmp_path, capsys, chats):
         (tmp_path / "out" / "manifest.json").unlink()
         assert regenerate(server, "--resume", data=moved) == 2
     assert "shards but no manifest.json" in capsys.readouterr().err
+
+
+def test_a_folder_of_something_else(regenerate, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    with ChatServer() as server:
+        for flags in ([], ["--resume"]):
+            assert regenerate(server, *flags, output="model") == 2
+            assert "model holds something else (config.json): choose an empty or a new" in capsys.readouterr().err
+        assert server.bodies == [] and [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+        (tmp_path / "model/config.json").rename(tmp_path / "model/.hidden")
+        assert regenerate(server, output="model") == 0
+        (tmp_path / "model/notes.txt").write_text("mine")  # beside shards that are ours
+        assert regenerate(server, "--resume", output="model") == 0
+
+
+def test_a_key_that_is_not_there(regenerate, monkeypatch, capsys):
+    with ChatServer() as server:
+        for value in (None, " "):
+            monkeypatch.delenv("MY_KEY", raising=False) if value is None else monkeypatch.setenv("MY_KEY", value)
+            assert regenerate(server, "--api-key-variable", "MY_KEY") == 2
+            assert "--api-key-variable MY_KEY is not set or empty" in capsys.readouterr().err
+    assert server.bodies == []

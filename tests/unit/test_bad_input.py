@@ -57,6 +57,9 @@ def refused(monkeypatch):
 LAYOUTS = {
     "--tensor-model-parallel-size 2": (3, "3 process(es) cannot be laid out as TP 2 x PP 1 x CP 1 = 2"),
     "--tensor-model-parallel-size 3": (3, "--num-attention-heads 8 is not divisible by TP 3"),
+    "--num-query-groups 3": (1, "--num-attention-heads 8 cannot share --num-query-groups 3"),
+    "--kv-channels 7": (1, "a head of 7 channels cannot be rotated, which is done in pairs"),
+    "--kv-channels 0": (1, "--kv-channels 0 is too small"),
     "--pipeline-model-parallel-size 3": (3, "--num-layers 4 is not divisible by PP 3"),
     "--context-parallel-size 4 --seq-length 60": (4, "must be a multiple of 8, for instance 56 or 64"),
     "--context-parallel-size 4 --tensor-model-parallel-size 2": (8, "use --cp-comm-type all_gather"),
@@ -88,6 +91,7 @@ FLAGS = {
     "--dllm-attention-backend flex": "flex needs a GPU",
     "--dllm-attention-backend tiled --attention-dropout 0.1": "tiled has no dropout: use --attention-dropout 0",
     "--save /dev/null --save-interval 1": "--save /dev/null is not a folder",
+    "--save /proc/run --save-interval 1": "--save /proc/run is not a folder that can be written to",
     "--bf16 --fp16": "Megatron refuses this combination of flags: assert not args.bf16",
     "--dllm-mode nosuch": "unknown --dllm-mode 'nosuch': choose one of",
     "--dllm-mode scdd --scdd-max-ratio 1": "--scdd-max-ratio 1.0 is out of range: give a number in [0, 1)",
@@ -126,6 +130,15 @@ FLAGS = {
     "--save /tmp/never": "--save needs --save-interval",
     "--data-path /also/text": "give one kind of training data",
 }
+
+
+def test_heads_of_no_whole_width():
+    args = argparse.Namespace(hidden_size=64, num_attention_heads=12, group_query_attention=False, num_query_groups=1)
+    args.kv_channels = None
+    with pytest.raises(ValueError, match="--hidden-size 64 is not divisible by --num-attention-heads 12: say how wide"):
+        validation._check_heads(args, 1)
+    args.kv_channels = 8
+    validation._check_heads(args, 1)
 
 
 @pytest.mark.parametrize("flags", LAYOUTS)

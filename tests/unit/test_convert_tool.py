@@ -282,7 +282,7 @@ def test_training_flags(made, monkeypatch, flags, sentence):
 
 
 def test_init_without_a_folder():
-    args = Namespace(dllm_rope_scaling=None, hf_model=None, init_from_hf=True, save_hf_interval=None)
+    args = Namespace(dllm_rope_scaling=None, hf_model=None, dflash_target=None, init_from_hf=True)
     assert "--init-from-hf reads the weights of --hf-model DIR: give it" in refused(check_conversion, args, set())
 
 

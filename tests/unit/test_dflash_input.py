@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
+import shutil
 import sys
 
 import megatron.training.training as training
 import pytest
+from safetensors.torch import load_file, save_file
 
 import pretrain_dllm
+from megatron_dllm.generation import load
 from megatron_dllm.models import target
 from tests.drafts import make as make_draft
 from tests.hf_models import make
@@ -24,9 +28,13 @@ CASES = {
     "--dflash-target {draft}": (1, "is a draft itself: name the model that it drafts for"),
     f"{TARGET} --dllm-block-size 1": (1, "--dllm-block-size 1: a block is a known token and at least one guess"),
     f"{TARGET} --dllm-block-size 0": (1, "--dllm-block-size 0 cannot be"),
+    f"{TARGET} --dllm-block-size 32": (1, "--seq-length 32 holds no two blocks of --dllm-block-size 32"),
+    f"{TARGET} --dllm-block-size 17": (1, "--seq-length 32 holds no two blocks of --dllm-block-size 17"),
     f"{TARGET} --dflash-num-anchors 0": (1, "--dflash-num-anchors is 0: give at least 1"),
     f"{TARGET} --dflash-window 0": (1, "--dflash-window is 0: give at least 1"),
     f"{TARGET} --dflash-eval-interval 0": (1, "--dflash-eval-interval is 0: give at least 1"),
+    f"{TARGET} --dflash-eval-prompts 4": (1, "--dflash-eval-prompts is of the decoding that --dflash-eval-interval"),
+    f"{TARGET} --dflash-eval-tokens 64": (1, "--dflash-eval-tokens is of the decoding that --dflash-eval-interval"),
     f"{TARGET} --dflash-eval-tokens 1": (1, "--dflash-eval-tokens is 1: give at least 2"),
     f"{TARGET} --dflash-eval-interval 5 --dflash-eval-tokens 128": (1, "room for a prompt in the 128 positions"),
     f"{TARGET} --dflash-eval-interval 5 --max-position-embeddings 48": (1, "64 leaves no room for a prompt in the 48"),
@@ -58,10 +66,13 @@ CASES = {
     f"{TARGET} --dflash-target-layers 0 4": (1, "--dflash-target-layers 4 does not exist: the target has 4 layers"),
     f"{TARGET} --dflash-target-layers -1": (1, "--dflash-target-layers -1 does not exist"),
     f"{TARGET} --hidden-size 48": (1, "--hidden-size 48 is not that of the target (40)"),
+    f"{TARGET} --num-attention-heads 5": (1, "--num-attention-heads 5 cannot share --num-query-groups 2"),
+    f"{TARGET} --num-query-groups 3": (1, "--num-attention-heads 4 cannot share --num-query-groups 3"),
+    f"{TARGET} --kv-channels 7": (1, "a head of 7 channels cannot be rotated"),
     f"{TARGET} --vocab-size 96": (1, "the draft's vocabulary of 96 is not that of the target (91)"),
     f"{TARGET} --dllm-mask-token-id 91": (1, "mask token id 91 is outside the vocabulary of 91"),
     f"{TARGET} --dllm-mask-token-id 1": (1, "mask token id 1 is also the eos token"),
-    f"{TARGET} --hf-model {{draft}} --num-layers 3": (1, "made for a target of 6 layers, and --dflash-target has 4"),
+    f"{TARGET} --hf-model {{draft}} --num-layers 3": (1, "made for a target of 6 layers, and --dflash-target"),
     f"{TARGET} --dllm-eps 0.1": (1, "--dllm-eps has no effect on --dllm-mode dflash"),
     f"{TARGET} --dflash-anchor-sampling random": (1, "invalid choice"),
     f"{TARGET} --num-experts 4": (1, "a draft's layers are dense"),
@@ -91,14 +102,14 @@ def places(tmp_path_factory):
     return dict(folder=folder, target=target, experts=experts, draft=make_draft(folder), data=write_words(folder))
 
 
-def refused(argv: list[str], processes: int, monkeypatch, capsys) -> str:
-    """What the program says before it ends with code 2."""
+def refused(argv: list[str], processes: int, monkeypatch, capsys, pretrain=None) -> str:
+    """What the program says before it ends with code 2. pretrain: instead of training; default: it must not begin."""
 
     def built(*_, **__):
         raise AssertionError("something was built")
 
     monkeypatch.setattr(target, "build", built)
-    monkeypatch.setattr(pretrain_dllm, "pretrain", built)
+    monkeypatch.setattr(pretrain_dllm, "pretrain", pretrain or built)
     monkeypatch.setattr(sys, "argv", ["pretrain_dllm.py", *argv])
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     monkeypatch.setenv("RANK", "0")
@@ -140,3 +151,79 @@ def test_a_target_that_is_damaged(places, monkeypatch, capsys, tmp_path):
     assert "holds no model" in refused(argv, 1, monkeypatch, capsys)
     (tmp_path / "iter_0000005").mkdir()
     assert "not a complete checkpoint" in refused(argv, 1, monkeypatch, capsys)
+
+
+def _cut(path):
+    os.truncate(path / "model.safetensors", 1000)
+
+
+def _drop_a_tensor(path):
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+
+
+WEIGHTS = {
+    ("megatron", _cut): "model.safetensors is damaged",
+    ("transformers", _cut): "model.safetensors is damaged",
+    ("megatron", lambda path: (path / "model.safetensors").unlink()): "holds no weights",
+    ("transformers", lambda path: (path / "model.safetensors").unlink()): "holds no weights",
+    ("megatron", _drop_a_tensor): "lacks model.layers.2.mlp.up_proj.weight (1 missing)",
+}
+
+
+@pytest.mark.parametrize(("backend", "damage"), WEIGHTS)
+def test_weights_that_are_damaged(places, monkeypatch, capsys, tmp_path, backend, damage):
+    path = tmp_path / "target"
+    shutil.copytree(places["target"], path)
+    argv = [*TRAIN, *DFLASH.split(), "--sft-data-path", places["data"], "--dflash-target", str(path)]
+    damage(path)
+    assert WEIGHTS[backend, damage] in refused([*argv, "--dflash-target-backend", backend], 1, monkeypatch, capsys)
+    if backend == "megatron":
+        draft = make_draft(tmp_path, num_target_layers=4)
+        with pytest.raises(ValueError, match=re.escape(WEIGHTS[backend, damage])):
+            load.plan(hf_model=draft, target=str(path))
+
+
+def test_what_only_a_built_target_tells_is_a_sentence_too(places, monkeypatch, capsys):
+    def unusable(*_, **__):
+        raise target.UnusableTarget("it has a bias: use another.")
+
+    argv = [*TRAIN, *DFLASH.split(), "--sft-data-path", places["data"], "--dflash-target", places["target"]]
+    assert "it has a bias: use another." in refused(argv, 1, monkeypatch, capsys, pretrain=unusable)
+
+
+def test_a_folder_says_its_mask_token_itself(places, tmp_path):
+    draft = make_draft(tmp_path, num_target_layers=4)
+    with pytest.raises(ValueError, match="was trained with mask token 2, not 3: leave out --dllm-mask-token-id"):
+        load.plan(hf_model=draft, target=places["target"], mask_token_id=3)
+    with pytest.raises(ValueError, match="was trained with mask token 2, not 3: leave out --dllm-mask-token-id"):
+        load.plan(hf_model=make("dream", tmp_path)[0], mask_token_id=3)
+    training.destroy_global_state()
+    assert load.plan(hf_model=draft, target=places["target"], mask_token_id=2).args.dllm_mask_token_id == 2
+
+
+def test_a_draft_and_the_target_of_another(places, tmp_path):
+    """Generation's own flags are named, whichever of the sizes differs."""
+    for changes, sentence in (
+        (dict(num_target_layers=6), "a target of 6 layers, and --target .*qwen3 has 4: name the model that it drafts"),
+        (dict(num_target_layers=4, vocab_size=80), "a target of 80 tokens, and --target .*qwen3 has 91: name the"),
+    ):
+        draft = make_draft(tmp_path / sentence[12:14], tokenizer=False, **changes)
+        with pytest.raises(ValueError, match=f"--hf-model {draft} was made for {sentence}"):
+            load.plan(hf_model=draft, target=places["target"])
+    other = make("qwen3", tmp_path, shape=dict(hidden_size=48))[0]
+    draft = make_draft(tmp_path, num_target_layers=4)
+    with pytest.raises(ValueError, match=f"--hf-model {draft} was made for a target of 40 hidden channels, and --t"):
+        load.plan(hf_model=draft, target=other)
+    training.destroy_global_state()
+
+
+def test_a_target_without_a_tokenizer(places, monkeypatch, capsys, tmp_path):
+    path = tmp_path / "target"
+    shutil.copytree(places["target"], path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).unlink()
+    argv = [*TRAIN, *DFLASH.split(), "--sft-data-path", places["data"], "--dflash-target", str(path)]
+    assert f"--dflash-target {path} holds no tokenizer: give --tokenizer-type" in refused(argv, 1, monkeypatch, capsys)

@@ -93,6 +93,22 @@ def test_damage(tmp_path):
         store.Store(path)
 
 
+def test_damage_inside(tmp_path):
+    path = str(tmp_path / "here")
+    write(path, {})
+    store.verify(path)
+    for name in ("embedding.bin", "keys.npy", "rows.npy"):
+        whole = (tmp_path / "here" / name).read_bytes()
+        (tmp_path / "here" / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(ValueError, match=f"is damaged .{name} is not what was written"):
+            store.verify(path)
+        (tmp_path / "here" / name).write_bytes(whole)
+    store.verify(path)
+    os.remove(os.path.join(path, "embedding.bin"))
+    with pytest.raises(ValueError, match=r"is damaged \(embedding.bin is not what was written\)"):
+        store.verify(path)
+
+
 CHANGES = dict(
     dflash_target_layers=([0, 1], r"another --dflash-target-layers \(\[1, 3\], not \[0, 1\]\)"),
     dflash_target_backend=("transformers", "another --dflash-target-backend"),

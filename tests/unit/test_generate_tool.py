@@ -189,6 +189,7 @@ BAD = {
     "--load run --prompt a --trace {folder}": "is not a file in a folder",
     "--load run --prompt a --output=": "--output '' is not a file in a folder",
     "--load run --prompt a --trace /proc/trace.html": "--trace /proc/trace.html is not a file in a folder",
+    "--load run --prompt a --compare-plain": "--compare-plain compares a draft and its target with the target alone",
     "--load run --prompt a --gap-length 3": "--gap-length is the length of a [MASK] of --infill",
     "--load run --prompts-file {file} --output {file}": "must be different files",
     "--load run --prompt a --preset gpt": "--preset gpt is unknown: choose one of llada, llada2, ",

@@ -80,6 +80,8 @@ def write(args: Namespace, datasets: Datasets, path: str, count: int | None = No
     known = {u: [key(s.tokens_S, s.position_S, s.document_S) for s in _samples(work[u])] for u in mine}
     keys, lengths, owner = _unique(_gather(known))
     writer = Writer(path, _header(args, datasets, count), keys, lengths, len(work), _tables(args))
+    if _together(writer.is_finished, first):
+        return told(f"{path} is complete: train with --dflash-features {path}")
     told(
         f"{path}: {len(keys)} samples, {int(lengths.sum())} tokens x {writer.header['width']} features in "
         f"{writer.header['identity']['precision']}: {_size(writer.total_bytes)} of {_size(writer.free_bytes())} free"
@@ -88,7 +90,12 @@ def write(args: Namespace, datasets: Datasets, path: str, count: int | None = No
     done = writer.open()
     if done:
         told(f"{len(done)} of {len(work)} micro-batches are there already")
-    target = targets.build(args)
+    try:
+        target = targets.build(args)
+    except targets.UnusableTarget:
+        if not done:  # what was only reserved is of no use
+            writer.abandon()
+        raise
     collate = Collate(args, 1, 0)
     for u, unit in _in_step([u for u in mine if u not in done], work, first):
         features = _run(target, collate, unit)
@@ -174,14 +181,15 @@ def _run(target: targets.Target, collate: Collate, unit: Unit) -> torch.Tensor:
     return target.features(*(x.to(device) for x in inputs))
 
 
-def _together(action, first: bool) -> None:
-    """The first process does it; all raise what it raises."""
-    error = [None]
+def _together(action, first: bool):
+    """The first process does it; all return what it returns, or raise what it raises."""
+    found = [None, None]
     if first:
         try:
-            action()
+            found[0] = action()
         except Exception as caught:
-            error = [caught]
-    torch.distributed.broadcast_object_list(error)
-    if error[0] is not None:
-        raise error[0]
+            found[1] = caught
+    torch.distributed.broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]

@@ -20,18 +20,31 @@ def causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return (query[..., DOCUMENT] == key[..., DOCUMENT]) & (key[..., POSITION] <= query[..., POSITION])
 
 
-def build(args: Namespace, described, pg_collection=None) -> "MegatronTarget":
-    """On this rank. Raises ValueError for a checkpoint that cannot be read."""
-    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
-
-    from megatron_dllm.conversion.source import Source, load_into
-    from megatron_dllm.generation.load import read_weights
+def source(args: Namespace, described):
+    """The weights of a Hugging Face folder, of which only headers are read. Raises ValueError (one sentence) for what
+    is missing, damaged or of another shape."""
+    from megatron_dllm.conversion.source import Source
     from megatron_dllm.models import get_family
 
+    return Source(described.folder, get_family(described.args.dllm_family), _own(args, described))
+
+
+def _own(args: Namespace, described) -> Namespace:
     own = copy.copy(args)
     for name in _SHAPE:
         if hasattr(described.args, name):
             setattr(own, name, getattr(described.args, name))
+    return own
+
+
+def build(args: Namespace, described, pg_collection=None) -> "MegatronTarget":
+    """On this rank. Raises ValueError for a checkpoint that cannot be read."""
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+
+    from megatron_dllm.conversion.source import load_into
+    from megatron_dllm.generation.load import read_weights
+
+    own = _own(args, described)
     # sequence parallelism shares out activations that are kept for backward: here none are
     own.sequence_parallel, own.recompute_granularity, own.recompute_method = False, None, None
     own.dflash_target_layers = None
@@ -52,7 +65,7 @@ def build(args: Namespace, described, pg_collection=None) -> "MegatronTarget":
         pg_collection=pg_collection,
     )
     if described.folder is not None:
-        load_into(model, Source(described.folder, get_family(described.args.dllm_family), own), args.seed)
+        load_into(model, source(args, described), args.seed)
     else:
         read_weights(model, described.checkpoint)
     return MegatronTarget(model.to(config.params_dtype).cuda(), args.dflash_target_layers)

@@ -12,7 +12,7 @@ import torch
 from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_dllm.models.targets.base import Ends, Target, Whole
-from megatron_dllm.models.targets.store import Store, read_header
+from megatron_dllm.models.targets.store import Store, read_header, verify
 
 _TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
@@ -125,6 +125,7 @@ def check(args: Namespace) -> None:
             f"--dflash-features {args.dflash_features} is of {header['samples']} samples, and this run reads {wanted}: "
             f"train for fewer, or write a new folder with tools/cache_features.py --num-samples {wanted}."
         )
+    verify(args.dflash_features)
 
 
 def build(args: Namespace, pg_collection=None) -> "OfflineTarget":

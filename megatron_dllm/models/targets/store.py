@@ -1,6 +1,7 @@
 """Features of a target on disk: written once, read by every run that trains a draft beside it.
 
-    header.json     what they were made of (`identity` of a run) and how they lie; written first
+    header.json     what they were made of (`identity` of a run) and how they lie; written first. At the end
+                    it gets hashes of the other files but features.bin, of which only the size is checked
     keys.npy        uint64 [U], sorted: a hash of each sample's tokens, positions and documents
     rows.npy        int64 [U, 2]: where a sample's tokens begin in features.bin, and how many they are
     features.bin    [tokens, F], raw, padding left out
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_dllm.display import whole_file
 from megatron_dllm.models.hf import begin_part, check_new_folder, finish_part
 
 FORMAT = 1
@@ -59,6 +61,22 @@ def read_header(path: str) -> dict:
     if size != expected:
         raise ValueError(f"--dflash-features {path} is damaged ({size} of {expected} bytes): {again} of a new folder.")
     return header
+
+
+def verify(path: str) -> None:
+    """ValueError (one sentence) for a finished store whose tables or places are not what was written."""
+    for name, expected in read_header(path).get("hashes", {}).items():  # older ones have none
+        file = os.path.join(path, name)
+        if not os.path.isfile(file) or _hash(file) != expected:
+            raise ValueError(
+                f"--dflash-features {path} is damaged ({name} is not what was written): write a new folder with "
+                "tools/cache_features.py."
+            )
+
+
+def _hash(file: str) -> str:
+    with open(file, "rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 class Store:
@@ -120,11 +138,27 @@ class Writer:
         self._pending: list[int] = []
         self._pending_bytes, self._synced = 0, time.monotonic()
 
+    def is_finished(self) -> bool:
+        """Whether all is there already. ValueError (one sentence) for what other flags or data have made."""
+        if not os.path.isfile(os.path.join(self.path, "header.json")):
+            return False
+        found, own = _flat(read_header(self.path)), _flat(self.header)
+        different = sorted(name for name in found | own if found.get(name, ...) != own.get(name, ...))
+        if not different and not np.array_equal(np.load(os.path.join(self.path, "keys.npy")), self.keys):
+            different = ["samples"]
+        if different:
+            raise ValueError(
+                f"--dflash-features {self.path} was written with other flags or data ({', '.join(different)}): give "
+                "the same again, or choose a new folder."
+            )
+        verify(self.path)
+        return True
+
     def begins_anew(self) -> bool:
         """Whether nothing of an earlier attempt can be kept."""
         try:
             with open(os.path.join(self._part, "header.json"), encoding="utf-8") as file:
-                same = json.load(file) == json.loads(json.dumps(self.header))
+                same = _flat(json.load(file)) == _flat(self.header)
             same &= os.path.getsize(os.path.join(self._part, "done.bin")) == self._units
             same &= os.path.getsize(os.path.join(self._part, "features.bin")) == self.header["bytes"]
             return not same or not np.array_equal(np.load(os.path.join(self._part, "keys.npy")), self.keys)
@@ -183,6 +217,12 @@ class Writer:
             os.pwrite(self._done, b"\1", unit)
         self._pending, self._pending_bytes, self._synced = [], 0, time.monotonic()
 
+    def abandon(self) -> None:
+        """Every process may call it, before anything is written: leave nothing behind."""
+        os.close(self._features)
+        os.close(self._done)
+        shutil.rmtree(self._part, ignore_errors=True)
+
     def close(self) -> None:
         self.sync()
         os.close(self._features)
@@ -198,8 +238,21 @@ class Writer:
                 os.close(file)
         if not np.fromfile(os.path.join(self._part, "done.bin"), np.uint8).all():
             raise RuntimeError(f"some micro-batches of {self._part} were not written.")
+        names = ("keys.npy", "rows.npy", "embedding.bin", "head.bin")
+        files = {name: os.path.join(self._part, name) for name in names}
+        hashes = {name: _hash(file) for name, file in files.items() if os.path.isfile(file)}
+        with whole_file(os.path.join(self._part, "header.json")) as file:
+            json.dump(self.header | dict(hashes=hashes), file, indent=1)
         os.remove(os.path.join(self._part, "done.bin"))
         finish_part(self.path)
+
+
+def _flat(header: dict) -> dict:
+    """A header as it is compared: as JSON has it, `identity` item by item, without names of files (samples have keys)
+    and what comes at the end."""
+    found = json.loads(json.dumps(header))
+    left_out = ("identity", "hashes", "data")
+    return {name: value for name, value in (found | found["identity"]).items() if name not in left_out}
 
 
 def _write(file: int, tensor: torch.Tensor, offset: int) -> int:
