@@ -39,7 +39,10 @@ def write_model(options, folder: Path) -> None:
         num_experts=8,
         top_k_experts=2,
         moe_intermediate_size=options.ffn // 4,
-        layer_types=["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(options.layers)],
+        layer_types=[
+            "full_attention" if i % 3 == 2 or i == options.layers - 1 else "sliding_attention"
+            for i in range(options.layers)
+        ],
         bos_token_id=2,
         pad_token_id=None,  # whose embedding the class keeps at zero, without a gradient
         eos_token_id=1,
