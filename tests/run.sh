@@ -9,4 +9,15 @@ use_environment test
 
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ruff check .
-exec python -m pytest -m "not slow and not real and not eval" "$@"
+run=(python -m pytest -m "not slow and not real and not eval")
+[ $# -eq 0 ] || exec "${run[@]}" "$@"
+
+# The multi-process tests wait for each other much of the time: the others run beside them, and are shown afterwards.
+others="$(mktemp)"
+trap 'rm -f "$others"; kill $(jobs -p) 2>/dev/null || true' EXIT
+"${run[@]}" --ignore=tests/parallel >"$others" 2>&1 &
+failed=0
+"${run[@]}" tests/parallel || failed=$?
+wait $! || failed=$?
+cat "$others"
+exit "$failed"
