@@ -12,12 +12,12 @@ ruff check .
 run=(python -m pytest -m "not slow and not real and not eval")
 [ $# -eq 0 ] || exec "${run[@]}" "$@"
 
-# The multi-process tests wait for each other much of the time: the others run beside them, and are shown afterwards.
-others="$(mktemp)"
-trap 'rm -f "$others"; kill $(jobs -p) 2>/dev/null || true' EXIT
-"${run[@]}" --ignore=tests/parallel >"$others" 2>&1 &
+# The multi-process tests wait for each other much of the time: they run beside the others, and are shown afterwards.
+parallel="$(mktemp)"
+trap 'rm -f "$parallel"; kill $(jobs -p) 2>/dev/null || true' EXIT
+"${run[@]}" tests/parallel >"$parallel" 2>&1 &
 failed=0
-"${run[@]}" tests/parallel || failed=$?
+"${run[@]}" --ignore=tests/parallel || failed=$? # in the foreground: in the background a shell ignores interrupts
 wait $! || failed=$?
-cat "$others"
+cat "$parallel"
 exit "$failed"

@@ -23,7 +23,7 @@ def check_conversion(args, given: set[str]) -> None:
         args.hf_model = os.path.abspath(args.hf_model)
         if not has_tokenizer(args.hf_model) and args.tokenizer_type is None:
             raise ValueError(f"{args.hf_model} holds no tokenizer: give --tokenizer-type and --tokenizer-model.")
-    if args.dflash_target is not None and args.tokenizer_type is None:
+    if getattr(args, "dflash_target", None) is not None and args.tokenizer_type is None:
         raise ValueError(
             f"--dflash-target {args.dflash_target} holds no tokenizer: give --tokenizer-type and --tokenizer-model."
         )

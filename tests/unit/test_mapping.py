@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron_dllm.models import FAMILIES, get_family, recognise
 from megatron_dllm.models.hf import read_config
 from megatron_dllm.models.weights import Mapping, local_name, megatron_shapes
-from tests import drafts
+from tests import drafts, gemma
 from tests.hf_models import MODELS, make
 from tests.one_process import one_process
 from tests.parity.test_families import build
@@ -21,16 +21,18 @@ from tests.parity.test_families import build
 def cases(tmp_path_factory):
     """(model, number of a table) -> (args, mapping)."""
     found = {}
-    for name in (*MODELS, "dflash_draft"):
+    others = dict(dflash_draft=drafts.make, diffusion_gemma=lambda folder: gemma.make_folder(str(folder)))
+    for name in (*MODELS, *others):
         folder = tmp_path_factory.mktemp("hf")
-        config = read_config(drafts.make(folder) if name == "dflash_draft" else make(name, folder)[0])
+        config = read_config(others[name](folder) if name in others else make(name, folder)[0])
         family = recognise(config)
         args = Namespace(**family.read(config))
         found |= {(name, number): (args, Mapping(table, args)) for number, table in enumerate(family.weights)}
     return found
 
 
-CASES = [(name, number) for name in MODELS for number in range(2 if "llada2" in name else 1)] + [("dflash_draft", 0)]
+CASES = [(name, number) for name in MODELS for number in range(2 if "llada2" in name else 1)]
+CASES += [("dflash_draft", 0), ("diffusion_gemma", 0)]
 
 
 def test_no_table_is_left_out(cases):
@@ -54,26 +56,32 @@ def naive(name, args, mapping, tensors):
     numbers = [int(word) for word in name.split(".") if word.isdigit()]
     wanted = [piece.key for piece in mapping.megatron[name][1]]
     heads, groups, d = args.num_attention_heads, args.num_query_groups, args.kv_channels
+    parts = "qkv"
+    if numbers and numbers[0] in (args.dllm_full_attention_layers or ()):  # a value is the key's projection
+        groups, d, parts = args.dllm_full_query_groups, args.dllm_full_kv_channels, "qk"
     if "linear_qkv" in name:
         if "query_key_value" in wanted[0]:
             whole = tensors[wanted[0]]
             q, k, v = whole[: heads * d], whole[heads * d : (heads + groups) * d], whole[(heads + groups) * d :]
         else:
-            q, k, v = (tensors[key] for key in wanted[:3])
-            assert [key.rsplit(".", 2)[1][0] for key in wanted[:3]] == ["q", "k", "v"]
+            q, k, *v = (tensors[key] for key in wanted[: len(parts)])
+            v = v[0] if v else None
+            assert [key.rsplit(".", 2)[1][0] for key in wanted[: len(parts)]] == list(parts)
         rows = []
         for group in range(groups):
             for head in range(heads // groups):
                 for i in range(d):
                     rows.append(q[(group * (heads // groups) + head) * d + i])
-            for part in (k, v):
+            for part in (k, v)[: len(parts) - 1]:
                 for i in range(d):
                     rows.append(part[group * d + i])
         return torch.stack(rows)
     parts = [tensors[key] for key in wanted]
     if "local_experts" in name and "shared" not in name and parts[0].dim() == 3:
         parts = [part[numbers[1]] for part in parts]
-    if "linear_fc1" in name:
+    if "linear_fc1" in name and "gate_up_proj" in wanted[0]:
+        assert len(parts) == 1
+    elif "linear_fc1" in name:
         gates = ("gate_proj", "ff_proj")
         assert any(gate in wanted[0] for gate in gates) and "up_proj" in wanted[1] and len(parts) == 2
     else:
