@@ -15,12 +15,13 @@ VARIANTS = {
     "complementary": "--dllm-mode bd3lm --dllm-block-size 5 --bd3lm-complementary-masks",
     "schedule": "--dllm-mode bd3lm --dllm-block-size-schedule 1:4:16 --dllm-block-size-schedule-iters 1",
     "one block": "--dllm-mode bd3lm --dllm-block-size 64",
-    "blockwise": "--dllm-mode hybrid --dllm-block-size 5 --dllm-corruption blockwise",
+    # at the usual learning rate, steps amplify rounding
+    "blockwise": "--dllm-mode hybrid --dllm-block-size 5 --dllm-corruption blockwise --lr 3e-4",
     "inclusion": "--dllm-mode hybrid --dllm-block-size 5 --dllm-corruption blockwise "
     "--dllm-blockwise-weights inclusion --dllm-loss-normalization supervised",
     "automodel": "--dllm-mode hybrid --dllm-block-size 5 --ar-loss-weight 0.7 --dllm-compat automodel",
     "heavy clean stream": "--dllm-mode idlm --dllm-block-size 5 --idlm-clean-loss-weight 1.5",
-    "shifted": "--dllm-mode mdlm --mdlm-shift-logits --lr 3e-4",  # at the usual one, steps amplify rounding
+    "shifted": "--dllm-mode mdlm --mdlm-shift-logits --lr 3e-4",  # likewise
     "response": "--dllm-mode idlm --dllm-block-size 5 --dllm-block-origin response",
 }
 CHAT = "TP4|TP2 SP|PP2 VPP2|CP2 a2a|CP4 a2a|recompute full|TP2 SP PP2|TP2 SP CP2|PP2 CP2|DP2 CP2".split("|")
