@@ -107,6 +107,7 @@ def _known(states_CbD: torch.Tensor, batch: RankBatch) -> tuple[torch.Tensor, to
     rows = batch.self_conditioned_B.nonzero()[:, 0]
     if not len(rows):  # the pass was for others' sake
         return None
+    rows = rows.to(states_CbD.device)  # the batch may not be there yet
     return (states_CbD if states_CbD.shape[1] == len(rows) else states_CbD[:, rows]), rows
 
 

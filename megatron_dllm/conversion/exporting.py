@@ -57,8 +57,8 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
         raise ValueError(f"--load {path} holds no checkpoint ({missing}): give a run's folder or an iteration's.")
     args = saved_run(folder)
     _check_rule(args)
+    own = getattr(args, "hf_model", None)
     if reference is None:
-        own = getattr(args, "hf_model", None)
         reference = own if own and os.path.isdir(own) else None
     their_config = None if reference is None else read_config(reference)
     their_family = _family_of(args, reference)
@@ -69,6 +69,11 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
         if family != "auto" or their_config is None:
             raise
         raise ValueError(f"the reference {reference} does not fit this checkpoint: {error}") from error
+    if chosen.carried and own and their_family is not chosen:
+        raise ValueError(
+            f"the run began from {own}, whose other parts, {chosen.carried[0]}..., are not in its checkpoint: give "
+            f"that folder, or another of the {chosen.name} family, as --hf-model."
+        )
     keys = carried = None
     if their_family is chosen:
         config = _like(their_config, config, chosen)

@@ -68,6 +68,17 @@ def test_what_was_imported_is_exported_bit_by_bit_with_its_vision_tower(converte
     assert any(key.startswith("model.encoder.vision_tower.") for key in tensors(folder))
 
 
+def test_a_vision_tower_is_not_lost_in_silence(converter, folder, tmp_path):
+    """The folder that a run began from has moved: its tower is in no checkpoint."""
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    converter.run("import", "--hf-model", moved, "--save", tmp_path / "run")
+    shutil.rmtree(moved)
+    said = converter.run("export", "--load", tmp_path / "run", "--save", tmp_path / "out", code=2)
+    assert "are not in its checkpoint: give that folder" in said and not (tmp_path / "out").exists()
+    converter.run("export", "--load", tmp_path / "run", "--save", tmp_path / "out", "--hf-model", folder)
+    assert same(tensors(tmp_path / "out"), tensors(folder))
+
+
 def test_what_is_not_trained_keeps_its_precision(converter, folder, imported, tmp_path):
     converter.run("export", "--load", imported, "--save", tmp_path / "out", "--dtype", "bfloat16")
     ours, original = tensors(tmp_path / "out"), tensors(folder)

@@ -10,6 +10,7 @@ from megatron_dllm.modes import block_diffusion as mode
 from megatron_dllm.modes.base import CLEAN, DOCUMENT, STREAM
 from megatron_dllm.noise import Draws
 from megatron_dllm.parallel import first_pass_input
+from megatron_dllm.self_conditioning import _known
 
 ARGS = Namespace(
     dllm_eps=1e-3,
@@ -74,6 +75,15 @@ def test_whole_where_others_count_on_the_length(changes):
     whole, args = batch(**changes)
     first = first_pass_input(whole, args)
     assert first.tokens_BQ is whole.tokens_BQ and first.terms == {}
+
+
+def test_rows_are_named_where_the_states_are():
+    """Coins come from the CPU, hidden states do not."""
+    coins = Namespace(self_conditioned_B=torch.tensor([True, False, True]))
+    for passed in (2, 3):  # the rows alone, or all of the batch
+        states, rows = _known(torch.empty(4, passed, 5, device="meta"), coins)
+        assert states.shape == (4, 2, 5) and rows.device == states.device
+    assert _known(torch.empty(4, 3, 5), Namespace(self_conditioned_B=torch.zeros(3, dtype=torch.bool))) is None
 
 
 def test_no_coin_no_pass():
