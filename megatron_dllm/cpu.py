@@ -43,6 +43,7 @@ def install() -> None:
     _import_megatron_without_compiling()
     _split_sizes_of_experts()
     _gather_of_uneven_sizes()
+    _gradient_of_swiglu()
 
 
 def patch_training() -> None:
@@ -350,3 +351,22 @@ def _gather_of_uneven_sizes() -> None:
         return output
 
     mappings._gather_along_first_dim = gather_any_sizes
+
+
+def _gradient_of_swiglu() -> None:
+    """Compiled it is one pass over the activations, uncompiled a dozen; torch has SiLU's gradient as one kernel."""
+    import megatron.core.fusions.fused_bias_swiglu as fused
+
+    uncompiled = fused.swiglu_back
+
+    def swiglu_back(g, y):
+        if g.dtype != y.dtype:  # weights of experts in fp32
+            return uncompiled(g, y)
+        gate, up = y.chunk(2, -1)
+        gradient = torch.empty_like(y)
+        of_gate, of_up = gradient.chunk(2, -1)
+        torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=of_gate)
+        torch.mul(g, torch.nn.functional.silu(gate), out=of_up)
+        return gradient
+
+    fused.swiglu_back = swiglu_back

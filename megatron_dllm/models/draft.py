@@ -81,11 +81,36 @@ class DraftAttention(SelfAttention):
 
     context: torch.Tensor | None = None  # [S, B, D], or a rank's share of it under sequence parallelism
 
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        # A gradient that is added where it is made, past autograd, would miss what comes through a part of the weight.
+        self.linear_qkv.gradient_accumulation_fusion = False
+
     def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **options):
-        """query [Q, B, h, d], key and value [T, B, g, d]. Queries of the context are computed, and dropped."""
+        """query [Q, B, h, d], key and value [T, B, g, d]."""
         query, key, value = super().get_query_key_value_tensors(hidden_states, **options)
-        _, context_key, context_value = super().get_query_key_value_tensors(self.context, **options)
+        context_key, context_value = self._key_and_value(self.context)
         return query, torch.cat([context_key, key]), torch.cat([context_value, value])
+
+    def _key_and_value(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S, B, g, d] each, by the rows of W_qkv ([queries, key, value] a group) that make no queries."""
+        linear, groups, d = self.linear_qkv, self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        if self.config.num_query_groups < linear.tp_group.size():  # ranks share groups, and Megatron deals them out
+            return super().get_query_key_value_tensors(context, None)[1:]
+        if not (linear.allreduce_dgrad or linear.sequence_parallel):
+            context = tensor_parallel.copy_to_tensor_model_parallel_region(context, group=linear.tp_group)
+        weight = linear.weight.unflatten(0, (groups, -1, d))[:, -2:]
+        mixed = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
+            context,
+            weight.flatten(0, 2),
+            bias=None if linear.bias is None else linear.bias.unflatten(0, (groups, -1, d))[:, -2:].flatten(),
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=linear.allreduce_dgrad,
+            sequence_parallel=linear.sequence_parallel,
+            tp_group=linear.tp_group,
+        )
+        key, value = mixed.unflatten(-1, (groups, 2, d)).unbind(-2)
+        return (key if self.k_layernorm is None else self.k_layernorm(key)), value
 
 
 class DraftLayer(TransformerLayer):

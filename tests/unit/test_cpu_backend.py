@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import mappings
@@ -304,3 +305,27 @@ def test_the_repair_is_still_needed(optimizer, monkeypatch):
     train(second, 1)
     second.optimizer.load_state_dict(saved)
     assert len({step.data_ptr() for step in steps_of(second)}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gradient_of_swiglu_is_that_of_autograd(dtype):
+    y = torch.randn(7, 24, dtype=dtype, requires_grad=True)
+    g = torch.randn(7, 12, dtype=dtype)
+    gate, up = y.chunk(2, -1)
+    (expected,) = torch.autograd.grad(torch.nn.functional.silu(gate) * up, y, g)
+    (mine,) = torch.autograd.grad(fused_bias_swiglu.bias_swiglu_impl(y, None), y, g)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_swiglu_weighted_in_fp32_under_bf16():
+    y = torch.randn(7, 24, dtype=torch.bfloat16, requires_grad=True)
+    weights_N1 = torch.rand(7, 1, requires_grad=True)
+    gate, up = y.chunk(2, -1)
+    exact = (torch.nn.functional.silu(gate.double()) * up.double() * weights_N1.double()).sum()
+    out = fused_bias_swiglu.weighted_bias_swiglu_impl(y, None, weights_N1)
+    assert out.dtype == torch.bfloat16
+    for mine, expected in zip(
+        torch.autograd.grad(out.sum(), (y, weights_N1)), torch.autograd.grad(exact, (y, weights_N1)), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=2e-2, atol=2e-2)
