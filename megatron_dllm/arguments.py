@@ -22,6 +22,7 @@ from megatron_dllm.models.gemma_flags import check_gemma
 from megatron_dllm.models.rope import parse_scaling
 from megatron_dllm.models.weights import GEMMA, target_layers
 from megatron_dllm.modes import MODES, get_mode
+from megatron_dllm.precision import EMULATED, check_precision, check_transformer_engine, check_widths
 from megatron_dllm.presets import PRESETS
 from megatron_dllm.shape import chosen_defaults
 from megatron_dllm.validation import check_flags, check_layout, set_model_length
@@ -110,6 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="auto",
         help="flex (GPU, block-sparse), tiled (CPU, block-sparse) or sdpa (dense mask); auto is flex on a GPU, on a "
         "CPU tiled for long sequences and sdpa for short ones. A rule that needs no mask always runs without one.",
+    )
+    group.add_argument(
+        "--dllm-emulate-fp8",
+        choices=EMULATED,
+        default=None,
+        help="Round what goes into products of the layers to FP8 by this recipe, without Transformer Engine: slow, to "
+        "see how a run does in FP8 on any machine.",
     )
     group.add_argument(
         "--dllm-verify-peers",
@@ -253,6 +261,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Tokenizer]:
     from megatron.training.global_vars import set_global_variables
 
     args, tokenizer = read_command_line()
+    check_transformer_engine(args)
     if target_layers(args) is not None and args.dllm_mode != "dflash":
         raise ValueError(
             f"--hf-model {args.hf_model} is a draft, which is trained beside the model whose hidden states it reads: "
@@ -292,8 +301,10 @@ def read_command_line(
         adapt(args)
     check_flags(args, given)
     check_conversion(args, given)
+    check_precision(args, given)
     check_layout(args, mode)
     check_gemma(args, given)
+    check_widths(args)
     tokenizer = build_tokenizer(args)
     resolve_vocabulary(args, tokenizer, mode)
     mode.validate(args)

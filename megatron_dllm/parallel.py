@@ -174,9 +174,17 @@ def digest(batch: ModelInput, index: list[int]) -> int:
     return int.from_bytes(h.digest(), "little") >> 1
 
 
-def length_multiple(tensor_parallel: int, sequence_parallel: bool, context_parallel: int) -> int:
-    """What a stream's length must be divisible by: the zigzag halves of context parallelism, each cut again
-    into tensor-parallel shards under sequence parallelism."""
+# Rows that a product in FP8 needs by recipe: tensor cores want multiples of 16, MXFP8 shares a scale among 32 of them
+# (the gradient of a weight is a product along tokens), block scaling among 128.
+FP8_ROWS = dict(delayed=16, tensorwise=16, mxfp8=32, blockwise=128)
+
+
+def pad_multiple(
+    tensor_parallel: int, context_parallel: int, sequence_parallel: bool, fp8_recipe: str | None = None
+) -> int:
+    """What a stream's length must be divisible by: the zigzag halves of context parallelism, and of each rank's part
+    the tensor-parallel shards under sequence parallelism, each in whole FP8_ROWS."""
     context = 2 * context_parallel if context_parallel > 1 else 1
-    per_rank = tensor_parallel * context_parallel if sequence_parallel else 1
-    return math.lcm(context, per_rank)
+    shards = tensor_parallel * context_parallel if sequence_parallel else context_parallel
+    per_shard = 1 if fp8_recipe is None else FP8_ROWS[fp8_recipe]
+    return math.lcm(context, shards * per_shard)

@@ -68,7 +68,9 @@ def _conditions() -> bool:
 def _wanted(batches: list[RankBatch], interleaved: bool) -> list[int]:
     """Which micro-batches of the step need a first pass."""
     on = torch.tensor([bool(batch.self_conditioned_B.any()) for batch in batches])
-    if get_args().expert_model_parallel_size > 1 or get_args().overlap_param_gather:
+    args = get_args()
+    shared_scales = args.fp8 is not None and args.fp8_recipe == "delayed"  # reduced after every pass
+    if args.expert_model_parallel_size > 1 or args.overlap_param_gather or shared_scales:
         flags = on.int().to(torch.cuda.current_device())
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=mpu.get_data_parallel_group(with_context_parallel=True))
         on = flags.bool().cpu()

@@ -27,6 +27,7 @@ from megatron_dllm.metrics import LossCurves, memory_gib
 from megatron_dllm.models import dflash, get_family, target
 from megatron_dllm.models.dlm import DiffusionLM
 from megatron_dllm.models.draft import DraftModel
+from megatron_dllm.models.fp8_emulation import emulate_fp8
 from megatron_dllm.models.gemma import DiffusionGemma
 from megatron_dllm.models.gemma_layers import Shape
 from megatron_dllm.models.init import initialize
@@ -79,6 +80,8 @@ def model_provider(
         else:
             tied = not args.untie_embeddings_and_output_weights
             model = DiffusionLM(config, share_embeddings_and_output_weights=tied, **common)
+    if getattr(args, "dllm_emulate_fp8", None) is not None:  # checkpoints of before it know nothing of it
+        emulate_fp8(model, args.dllm_emulate_fp8)
     if draw_weights and args.init_from_hf:
         load_into(model, Source(args.hf_model, get_family(args.dllm_family), args), args.seed)
     elif draw_weights:

@@ -10,7 +10,8 @@ import torch
 
 from megatron_dllm.display import can_hold_files
 from megatron_dllm.modes import MODES
-from megatron_dllm.parallel import length_multiple
+from megatron_dllm.parallel import pad_multiple
+from megatron_dllm.precision import fp8_recipe
 
 # Flags that mean something with one kind of data only.
 _CHAT_ONLY = [
@@ -202,7 +203,7 @@ def check_layout(args, mode: ModuleType) -> None:
             f"--seq-length {args.seq_length} is longer than --max-position-embeddings {args.max_position_embeddings}: "
             "shorten it, or raise the other if the model can be used further than it was trained."
         )
-    multiple = length_multiple(tp, args.sequence_parallel, cp)
+    multiple = pad_multiple(tp, cp, args.sequence_parallel, fp8_recipe(args))
     if args.pad_seq_len_divisible and args.pad_seq_len_divisible % multiple:
         raise ValueError(
             f"--pad-seq-len-divisible {args.pad_seq_len_divisible} must be a multiple of {multiple} in this layout."

@@ -47,6 +47,7 @@ _NEUTRAL = dict(
     cuda_graph_impl="none",
     fp8=None,  # weights are stored in the model's own precision
     fp4=None,
+    dllm_emulate_fp8=None,
     load=None,
     save=None,
     tensorboard_dir=None,

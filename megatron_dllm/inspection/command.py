@@ -9,7 +9,8 @@ from megatron_dllm.arguments import read_command_line
 from megatron_dllm.data.tokenizer import Tokenizer
 from megatron_dllm.launch import quiet
 from megatron_dllm.models.dflash_draft import DFLASH_DRAFT
-from megatron_dllm.parallel import length_multiple
+from megatron_dllm.parallel import pad_multiple
+from megatron_dllm.precision import fp8_recipe
 from megatron_dllm.presets import get_preset
 
 _GROUPS = ("data and dataloader", "tokenizer", "validation", "diffusion language model", "diffusion data")
@@ -47,7 +48,7 @@ def read_data_flags(extend: Callable) -> tuple[Namespace, Tokenizer]:
         sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
         tp, pp, cp = (max(1, size) for size in sizes)
         if args.pad_seq_len_divisible is None:
-            args.pad_seq_len_divisible = length_multiple(tp, args.sequence_parallel, cp)
+            args.pad_seq_len_divisible = pad_multiple(tp, cp, args.sequence_parallel, fp8_recipe(args))
         if args.micro_batch_size is None:
             args.micro_batch_size = 1
         if args.global_batch_size is None:

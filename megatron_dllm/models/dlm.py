@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -52,9 +53,29 @@ def block_spec(config, rule: Rule, backend: str, vp_stage: int | None) -> Transf
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm if transformer_engine else RMSNorm)
 
 
+def parallel_layers(config):
+    """Megatron's provider of the linear layers (and experts of them) that a specification is made of."""
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        return TESpecProvider()
+    return LocalSpecProvider()
+
+
 def own_shard(x_Q: torch.Tensor, config, group) -> torch.Tensor:
     """This rank's rows under sequence parallelism, of what every tensor-parallel rank has whole (no gradient)."""
     return x_Q.chunk(group.size())[group.rank()] if config.sequence_parallel else x_Q
+
+
+def own_rows(attributes_BQA: torch.Tensor, config, pg_collection) -> torch.Tensor:
+    """[Q, B, A] of the rows that this rank holds in a layer, from those of all ranks, one after the other."""
+    own_BQA = attributes_BQA.chunk(pg_collection.cp.size(), 1)[pg_collection.cp.rank()]
+    return own_shard(own_BQA.transpose(0, 1), config, pg_collection.tp)
+
+
+def without_padding(hidden_QBD: torch.Tensor, own_QBA: torch.Tensor) -> torch.Tensor:
+    """Zeros for rows that are no token's, which then say nothing about how large numbers are (the scales of FP8)."""
+    return hidden_QBD.masked_fill((own_QBA[..., DOCUMENT, None] < 0).contiguous(), 0.0)
 
 
 class DiffusionLM(LanguageModule):
@@ -87,6 +108,7 @@ class DiffusionLM(LanguageModule):
         self.model_type = ModelType.encoder_or_decoder
         self.vocab_size, self.true_vocab_size = vocab_size, true_vocab_size
         self.max_sequence_length = max_sequence_length
+        self.fp8 = bool(config.fp8)  # or emulated (fp8_emulation.py)
         tp = self.pg_collection.tp
 
         if pre_process:
@@ -174,11 +196,13 @@ class DiffusionLM(LanguageModule):
         hidden = None
         if self.pre_process:
             hidden = self.embed(tokens_BQ, position_ids_BQ, attributes_BQA, **soft)
+            if self.fp8 and attributes_BQA is not None:
+                hidden = without_padding(hidden, own_rows(attributes_BQA, self.config, self.pg_collection))
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=attributes_BQA,
             rotary_pos_emb=self._rotary(position_ids_BQ),
-            padding_mask=self._padding(attributes_BQA, tokens_BQ.shape[1]),
+            padding_mask=self._padding(attributes_BQA),
         )
         if not self.post_process:
             return hidden
@@ -197,13 +221,11 @@ class DiffusionLM(LanguageModule):
             self.inverse_frequencies = self.inverse_frequencies.to(position_ids_BQ.device)
         return angles(position_ids_BQ, self.inverse_frequencies)
 
-    def _padding(self, attributes_BQA, length: int) -> torch.Tensor | None:
+    def _padding(self, attributes_BQA) -> torch.Tensor | None:
         """[B, Q] True at padding, which MoE routers must neither count nor balance; None if there is none."""
         if self.config.num_moe_experts is None or attributes_BQA is None:
             return None
-        start = self.pg_collection.cp.rank() * length
-        padding_QB = (attributes_BQA[:, start : start + length, DOCUMENT] < 0).t().contiguous()
-        return own_shard(padding_QB, self.config, self.pg_collection.tp).t()
+        return (own_rows(attributes_BQA, self.config, self.pg_collection)[..., DOCUMENT] < 0).contiguous().t()
 
     def select_rows(self, hidden: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
         """[N, D] rows (sequence-first index s·B + b), with the gradient reduced over tensor-parallel ranks."""

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dllm.models.dlm import block_spec
+from megatron_dllm.models.dlm import block_spec, parallel_layers, without_padding
 from megatron_dllm.models.norms import RMSNorm
 from megatron_dllm.models.rope import angles, frequencies
 from megatron_dllm.modes.base import ANCHOR, BLOCK, CONTEXT, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM, Rule
@@ -83,8 +83,12 @@ class DraftAttention(SelfAttention):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        # A gradient that is added where it is made, past autograd, would miss what comes through a part of the weight.
-        self.linear_qkv.gradient_accumulation_fusion = False
+        self._by_parts = isinstance(self.linear_qkv, tensor_parallel.ColumnParallelLinear)
+        # ranks that share a key/value group have rows of several kinds, which Megatron deals out after the product
+        self._by_parts &= self.config.num_query_groups >= self.linear_qkv.tp_group.size()
+        if self._by_parts:
+            # a gradient added where it is made, past autograd, would miss what comes through a part of the weight
+            self.linear_qkv.gradient_accumulation_fusion = False
 
     def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **options):
         """query [Q, B, h, d], key and value [T, B, g, d]."""
@@ -94,15 +98,15 @@ class DraftAttention(SelfAttention):
 
     def _key_and_value(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[S, B, g, d] each, by the rows of W_qkv ([queries, key, value] a group) that make no queries."""
-        linear, groups, d = self.linear_qkv, self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        if self.config.num_query_groups < linear.tp_group.size():  # ranks share groups, and Megatron deals them out
+        if not self._by_parts:
             return super().get_query_key_value_tensors(context, None)[1:]
+        linear, groups, d = self.linear_qkv, self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         if not (linear.allreduce_dgrad or linear.sequence_parallel):
             context = tensor_parallel.copy_to_tensor_model_parallel_region(context, group=linear.tp_group)
         weight = linear.weight.unflatten(0, (groups, -1, d))[:, -2:]
-        mixed = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
-            context,
-            weight.flatten(0, 2),
+        mixed = linear._forward_impl(
+            input=context,
+            weight=weight.flatten(0, 2),
             bias=None if linear.bias is None else linear.bias.unflatten(0, (groups, -1, d))[:, -2:].flatten(),
             gradient_accumulation_fusion=False,
             allreduce_dgrad=linear.allreduce_dgrad,
@@ -145,6 +149,7 @@ class DraftModel(MegatronModule):
     ):
         super().__init__(config=config)
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.fp8 = bool(config.fp8)  # or emulated (fp8_emulation.py)
         _check(config)
         self.fc = tensor_parallel.ColumnParallelLinear(
             num_features,
@@ -188,6 +193,10 @@ class DraftModel(MegatronModule):
             )
         context, _ = self.fc(features_SBF.detach())
         hidden = embeddings_QBD
+        if self.fp8 and attributes_BTA is not None:
+            cp = self.pg_collection.cp
+            mine_TBA = attributes_BTA.chunk(cp.size(), 1)[cp.rank()].transpose(0, 1)
+            context, hidden = without_padding(context, mine_TBA[:S]), without_padding(hidden, mine_TBA[S:])
         if sequence_parallel:
             context, hidden = (
                 tensor_parallel.scatter_to_sequence_parallel_region(x, group=self.pg_collection.tp)
@@ -209,6 +218,11 @@ def _spec(config, rule: Rule, backend: str) -> TransformerBlockSubmodules:
     for layer in spec.layer_specs:
         layer.module = DraftLayer
         layer.submodules.self_attention.module = DraftAttention
+        if config.transformer_impl == "transformer_engine":
+            # Its fused layer would norm the context too. A norm of its own is stored where the fused one would be.
+            layer.submodules.input_layernorm = RMSNorm
+            layer.submodules.self_attention.submodules.linear_qkv = parallel_layers(config).column_parallel_linear()
+            layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
     return spec
 
 
@@ -217,11 +231,6 @@ def _check(config) -> None:
         raise ValueError(
             "a draft's few layers all read the same context, which a pipeline would have to pass on: use "
             "--pipeline-model-parallel-size 1."
-        )
-    if config.transformer_impl != "local":
-        raise ValueError(
-            "Transformer Engine's layers norm what their keys are made of, and a draft's context must not be normed "
-            "there: use --transformer-impl local."
         )
     if config.context_parallel_size > 1 and "a2a" in config.cp_comm_type:
         raise ValueError(

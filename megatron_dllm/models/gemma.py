@@ -21,8 +21,8 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_dllm.models import gemma_layers
-from megatron_dllm.models.dlm import DiffusionLM
-from megatron_dllm.models.gemma_layers import MLP_PARTS, Shape, own_rows, rms
+from megatron_dllm.models.dlm import DiffusionLM, own_rows
+from megatron_dllm.models.gemma_layers import Shape, mlp_parts, rms
 from megatron_dllm.models.norms import RMSNorm
 from megatron_dllm.models.rope import angles
 from megatron_dllm.models.scoring import HEAD_CHUNK_ROWS
@@ -134,7 +134,7 @@ class SelfConditioning(MegatronModule):
     def __init__(self, config, pg_collection):
         super().__init__(config)
         self.pre_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-        self.mlp = MLP(config, MLP_PARTS, tp_group=pg_collection.tp)
+        self.mlp = MLP(config, mlp_parts(config), tp_group=pg_collection.tp)
 
     def forward(self, embedded, soft):
         signal, _ = self.mlp(self.pre_norm(soft))

@@ -29,8 +29,6 @@ def check_gemma(args, given: set[str]) -> None:
                 "--model-preset or --hf-model."
             )
     _check_numbers(args, flag)
-    if args.transformer_impl != "local":
-        raise ValueError("diffusion_gemma has norms that Transformer Engine cannot fuse: use --transformer-impl local.")
     if not args.qk_layernorm or args.untie_embeddings_and_output_weights or not args.swiglu:
         raise ValueError(
             "the network of diffusion_gemma has --qk-layernorm, --tie-embeddings-and-output-weights and gated MLPs: "

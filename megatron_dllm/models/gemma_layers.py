@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -42,11 +41,16 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_dllm.models.attention import RuleAttention
-from megatron_dllm.models.dlm import own_shard
+from megatron_dllm.models.dlm import own_rows, parallel_layers
 from megatron_dllm.models.norms import HeadRMSNorm, RMSNorm, rms_norm
 from megatron_dllm.modes.base import ANCHOR, CLEAN, DOCUMENT, POSITION, STREAM, Rule
 
-MLP_PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+def mlp_parts(config) -> MLPSubmodules:
+    """Norms are modules of their own here, Transformer Engine's layers too: what it can fuse is a norm before a layer,
+    and half of these come after one."""
+    layers = parallel_layers(config)
+    return MLPSubmodules(linear_fc1=layers.column_parallel_linear(), linear_fc2=layers.row_parallel_linear())
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,6 @@ def within_window(query: torch.Tensor, key: torch.Tensor, rule: Rule, window: in
     """`rule`, and of clean tokens only those less than `window` before the query's anchor."""
     near = query[..., ANCHOR] - key[..., POSITION] < window
     return rule(query, key) & ((key[..., STREAM] != CLEAN) | near)
-
-
-def own_rows(attributes_BQA: torch.Tensor, config, pg_collection) -> torch.Tensor:
-    """[Q, B, A] of the rows that this rank holds in a layer, from those of all ranks, one after the other."""
-    own_BQA = attributes_BQA.chunk(pg_collection.cp.size(), 1)[pg_collection.cp.rank()]
-    return own_shard(own_BQA.transpose(0, 1), config, pg_collection.tp)
 
 
 class GemmaAttention(SelfAttention):
@@ -176,7 +174,7 @@ class GemmaLayer(TransformerLayer):
         norm = lambda: RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_self_attn_layernorm, self.post_mlp_layernorm, self.post_dense_layernorm = norm(), norm(), norm()
         self.pre_moe_layernorm, self.post_moe_layernorm = norm(), norm()
-        experts = functools.partial(SequentialMLP, submodules=MLP_PARTS)
+        experts = functools.partial(SequentialMLP, submodules=mlp_parts(config))
         parts = MoESubmodules(experts=experts, router=GemmaRouter)
         self.moe = GemmaExperts(config, parts, layer_number=self.layer_number, pg_collection=self.pg_collection)
         self.moe.set_layer_number(self.layer_number)
@@ -204,7 +202,7 @@ def layers_spec(config, shape: Shape, rule: Rule, backend: str, vp_stage: int | 
     """This stage's layers."""
     narrow, wide = config.kv_channels, shape.kv_channels
     sliding = functools.partial(within_window, rule=rule, window=shape.window)
-    first = get_transformer_layer_offset(config, vp_stage)
+    first, linears = get_transformer_layer_offset(config, vp_stage), parallel_layers(config)
     layers = []
     for number in range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)):
         full = number in shape.full_layers
@@ -217,9 +215,9 @@ def layers_spec(config, shape: Shape, rule: Rule, backend: str, vp_stage: int | 
                 shared=full,
             ),
             submodules=SelfAttentionSubmodules(
-                linear_qkv=ColumnParallelLinear,
+                linear_qkv=linears.column_parallel_linear(),
                 core_attention=functools.partial(RuleAttention, visible=rule if full else sliding, backend=backend),
-                linear_proj=RowParallelLinear,
+                linear_proj=linears.row_parallel_linear(),
                 q_layernorm=HeadRMSNorm,
                 k_layernorm=HeadRMSNorm,
             ),
@@ -228,7 +226,7 @@ def layers_spec(config, shape: Shape, rule: Rule, backend: str, vp_stage: int | 
             input_layernorm=RMSNorm,
             self_attention=attention,
             pre_mlp_layernorm=RMSNorm,
-            mlp=functools.partial(MLP.as_mlp_submodule, submodules=MLP_PARTS),
+            mlp=functools.partial(MLP.as_mlp_submodule, submodules=mlp_parts(config)),
         )
         angles = slice(narrow, narrow + wide) if full else slice(0, narrow)
         layers.append(ModuleSpec(module=GemmaLayer, params=dict(full=full, rotary=angles), submodules=parts))

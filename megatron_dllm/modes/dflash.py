@@ -41,6 +41,8 @@ from megatron_dllm.modes import common, guesses
 from megatron_dllm.modes.anchors import nonoverlap, overlap, prefixes, supervised
 from megatron_dllm.modes.base import Corrupted, LossTerm, ModelInput, Term
 from megatron_dllm.noise import Draws
+from megatron_dllm.parallel import FP8_ROWS
+from megatron_dllm.precision import fp8_recipe
 
 NEEDS_MASK_TOKEN = True
 FULL_WITHIN_DOCUMENT = False
@@ -174,8 +176,6 @@ def _validate_layout(args) -> None:
         )
     if args.context_parallel_size > 1 and args.dflash_eval_interval is not None:
         raise ValueError("--dflash-eval-interval decodes whole sequences: leave it out under context parallelism.")
-    if args.transformer_impl != "local":
-        raise ValueError("a draft's context must not be normed in its layers: use --transformer-impl local.")
 
 
 def experts(args) -> int:
@@ -187,10 +187,12 @@ def experts(args) -> int:
 
 def anchor_multiple(args) -> int:
     """What the number of a batch's blocks must be a multiple of: zigzag chunks of context parallelism are whole blocks,
-    and each rank's are cut again by sequence parallelism."""
+    and each rank's are cut again by sequence parallelism, into what FP8 can multiply."""
     context = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    per_rank = shards // math.gcd(shards, args.dllm_block_size)
+    recipe = fp8_recipe(args)
+    rows = shards if recipe is None else shards * FP8_ROWS[recipe]
+    per_rank = rows // math.gcd(rows, args.dllm_block_size)
     return math.lcm(context, per_rank * args.context_parallel_size)
 
 

@@ -283,7 +283,6 @@ def test_two_blocks_at_one_anchor_do_not_see_each_other():
     (
         (dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32), "--pipeline-model-parallel-size 1"),
         (dict(context_parallel_size=2, cp_comm_type="a2a"), "--cp-comm-type all_gather"),
-        (dict(transformer_impl="transformer_engine"), "--transformer-impl local"),
     ),
 )
 def test_what_is_refused(flags, sentence):

@@ -18,6 +18,8 @@ from tests.parallel.cases import TINY, write_chat, write_text
 
 ROOT = Path(__file__).parents[2]
 
+TE_FP8 = "--transformer-impl transformer_engine --bf16 --fp8-format hybrid"
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
@@ -117,6 +119,21 @@ FLAGS = {
     "--dllm-eps 0": "--dllm-eps 0.0 is the smallest masking rate",
     "--position-embedding-type learned_absolute": "use rope",
     "--normalization LayerNorm": "needs --transformer-impl transformer_engine",
+    "--transformer-impl transformer_engine": "--transformer-impl transformer_engine needs a GPU: use --transformer",
+    "--fp8-format hybrid": "use --transformer-impl transformer_engine, or without a GPU --dllm-emulate-fp8",
+    "--fp8-recipe mxfp8": "--fp8-recipe has no effect without --fp8-format",
+    "--fp8-param-gather --dllm-emulate-fp8 mxfp8": "--fp8-param-gather has no effect without --fp8-format",
+    "--fp8-format hybrid --transformer-impl transformer_engine": "is for models in bf16: add --bf16",
+    f"{TE_FP8} --fp8-param-gather": "--fp8-param-gather needs --use-distributed-optimizer",
+    f"{TE_FP8} --first-last-layers-bf16": "cannot be had with --fp8-recipe delayed",
+    f"{TE_FP8} --fp8-recipe custom": "--fp8-recipe custom is not supported: use one of delayed, tensorwise,",
+    f"{TE_FP8} --fp8-output-proj --fp8-recipe mxfp8": "--fp8-output-proj cannot be used: the head stays in bf16",
+    "--fp8-format hybrid --dllm-emulate-fp8 mxfp8": "--dllm-emulate-fp8 is for layers without Transformer Engine",
+    "--fp4-format e2m1": "--fp4-format is not supported: use --fp8-format",
+    "--dllm-emulate-fp8 mxfp8 --hidden-size 144": "multiplies in groups of 32, and --hidden-size is 144",
+    "--dllm-emulate-fp8 mxfp8 --ffn-hidden-size 400": "groups of 32, and --ffn-hidden-size / TP is 400",
+    "--dllm-emulate-fp8 mxfp8 --seq-length 72": "must be a multiple of 32, for instance 64 or 96",
+    "--dllm-emulate-fp8 mxfp8 --pad-seq-len-divisible 48": "must be a multiple of 32 in this layout",
     "--vocab-size 200": "the tokenizer has 259 tokens but --vocab-size gives the embedding only 200 rows",
     "--dllm-mask-token-id 259": "outside the vocabulary of 259",
     "--dllm-mask-token-id -1": "outside the vocabulary of 259",

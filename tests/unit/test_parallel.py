@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dllm.modes.base import DOCUMENT, NUM_ATTRIBUTES, ModelInput, Term
-from megatron_dllm.parallel import RankBatch, digest, length_multiple, rank_positions, shard
+from megatron_dllm.parallel import FP8_ROWS, RankBatch, digest, pad_multiple, rank_positions, shard
 
 
 def naive_positions(length, streams, cp_size, cp_rank):
@@ -109,13 +109,26 @@ def test_attributes_are_dropped_only_where_the_rule_is_plain_full(cp_size):
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_least_length_that_a_layout_can_cut(tp, cp, sequence_parallel):
+@pytest.mark.parametrize("recipe", [None, *FP8_ROWS])
+def test_the_least_length_that_a_layout_can_cut(tp, cp, sequence_parallel, recipe):
     def fits(length):
         if cp > 1 and length % (2 * cp):
             return False
-        return not sequence_parallel or (length % cp == 0 and (length // cp) % tp == 0)
+        shards = cp * (tp if sequence_parallel else 1)
+        return length % shards == 0 and (length // shards) % FP8_ROWS.get(recipe, 1) == 0
 
-    assert length_multiple(tp, sequence_parallel, cp) == next(n for n in range(1, 1000) if fits(n))
+    assert pad_multiple(tp, cp, sequence_parallel, recipe) == next(n for n in range(1, 10000) if fits(n))
+
+
+def test_lengths_that_others_got_wrong():
+    """Reported of other trainers: shards that FP8 could not multiply, because padding went by the whole length, by 16
+    under every recipe, or came before the context-parallel cut."""
+    padded = lambda length, *layout: -(-length // pad_multiple(*layout)) * pad_multiple(*layout)
+    assert padded(4092, 4, 1, True, "tensorwise") == 4096
+    assert padded(31936, 4, 1, True, "mxfp8") == 32000 and 32000 // 4 % 32 == 0 and 31936 // 4 % 32 != 0
+    assert padded(31936, 4, 1, True, "delayed") == 31936
+    assert padded(184, 1, 2, False, "delayed") == 192
+    assert padded(1000, 2, 2, True, "blockwise") == 1024
 
 
 def test_the_digest_sees_every_input():
