@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_dllm.modes.base import BLOCK, DOCUMENT, ModelInput
+from megatron_dllm.precision import FP8_ROWS
 
 
 @dataclass
@@ -172,11 +173,6 @@ def digest(batch: ModelInput, index: list[int]) -> int:
     for tensor in tensors:
         h.update(tensor.contiguous().numpy().tobytes())
     return int.from_bytes(h.digest(), "little") >> 1
-
-
-# Rows that a product in FP8 needs by recipe: tensor cores want multiples of 16, MXFP8 shares a scale among 32 of them
-# (the gradient of a weight is a product along tokens), block scaling among 128.
-FP8_ROWS = dict(delayed=16, tensorwise=16, mxfp8=32, blockwise=128)
 
 
 def pad_multiple(

@@ -9,9 +9,9 @@ from argparse import Namespace
 
 import torch
 
-from megatron_dllm.models.weights import is_gemma
-from megatron_dllm.parallel import FP8_ROWS
-
+# Rows that a product in FP8 needs by recipe: tensor cores want multiples of 16, MXFP8 shares a scale among 32 of them
+# (the gradient of a weight is a product along tokens), block scaling among 128.
+FP8_ROWS = dict(delayed=16, tensorwise=16, mxfp8=32, blockwise=128)
 EMULATED = ("tensorwise", "blockwise", "mxfp8")  # delayed scaling has a memory of earlier steps
 
 # Flags that only mean something with --fp8-format, and of these the ones that an emulation knows.
@@ -102,6 +102,8 @@ def _check_transformer_engine(args: Namespace) -> None:
 
 def widths(args: Namespace) -> dict[str, int]:
     """What products inside a layer have for inner and outer sizes on one rank, beside rows: by how to say it."""
+    from megatron_dllm.models.weights import is_gemma
+
     tp, ep_tp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     heads = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else heads

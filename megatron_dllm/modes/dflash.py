@@ -41,8 +41,7 @@ from megatron_dllm.modes import common, guesses
 from megatron_dllm.modes.anchors import nonoverlap, overlap, prefixes, supervised
 from megatron_dllm.modes.base import Corrupted, LossTerm, ModelInput, Term
 from megatron_dllm.noise import Draws
-from megatron_dllm.parallel import FP8_ROWS
-from megatron_dllm.precision import fp8_recipe
+from megatron_dllm.precision import FP8_ROWS, fp8_recipe
 
 NEEDS_MASK_TOKEN = True
 FULL_WITHIN_DOCUMENT = False

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dllm.modes.base import DOCUMENT, NUM_ATTRIBUTES, ModelInput, Term
-from megatron_dllm.parallel import FP8_ROWS, RankBatch, digest, pad_multiple, rank_positions, shard
+from megatron_dllm.parallel import RankBatch, digest, pad_multiple, rank_positions, shard
+from megatron_dllm.precision import FP8_ROWS
 
 
 def naive_positions(length, streams, cp_size, cp_rank):
