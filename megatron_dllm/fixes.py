@@ -8,6 +8,7 @@ import functools
 import torch
 
 from megatron_dllm import optimizer_forms
+from megatron_dllm.precision import FP8_ROWS
 
 
 @functools.cache
@@ -20,6 +21,7 @@ def install() -> None:
     _first_logged_interval()
     _fault_tolerance_parses_again()
     _padding_in_the_counts_of_biased_routers()
+    _rows_of_experts_in_blocks()
 
 
 @functools.cache
@@ -141,3 +143,12 @@ def _padding_in_the_counts_of_biased_routers() -> None:
         return apply_expert_bias(self, routing_map, None if padding_mask is None else padding_mask[:, None])
 
     TopKRouter._apply_expert_bias = count_without_padding
+
+
+def _rows_of_experts_in_blocks() -> None:
+    """Each expert's tokens are filled up to what a product in FP8 takes: Megatron knows 16 and MXFP8's 32, and takes 16
+    for block scaling too, which shares scales among 128."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    known = moe_utils.get_fp8_align_size
+    moe_utils.get_fp8_align_size = lambda recipe: FP8_ROWS.get(getattr(recipe, "value", recipe)) or known(recipe)

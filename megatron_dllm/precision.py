@@ -96,6 +96,11 @@ def _check_transformer_engine(args: Namespace) -> None:
             "--first-last-layers-bf16 cannot be had with --fp8-recipe delayed, whose scales are shared by all layers: "
             "use another recipe."
         )
+    if recipe == "blockwise" and args.moe_grouped_gemm and not args.moe_router_padding_for_quantization:
+        raise ValueError(
+            "--fp8-recipe blockwise with --moe-grouped-gemm needs --moe-router-padding-for-quantization, which fills "
+            "each expert's tokens up to the 128 that share a scale: add it."
+        )
     if args.moe_router_padding_for_fp8:
         raise ValueError("--moe-router-padding-for-fp8 has a new name: use --moe-router-padding-for-quantization.")
 

@@ -1,13 +1,18 @@
 """Rounding to FP8 as the recipes describe it, which products it is of, and padding that does not disturb it."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.enums import Fp8Recipe
+from megatron.core.transformer.moe.experts import SequentialMLP
 
+from megatron_dllm import fixes
 from megatron_dllm.models.fp8_emulation import E4M3, E5M2, emulate_fp8, round_to_fp8
+from megatron_dllm.precision import FP8_ROWS
 from tests.one_process import MOE, attributes_of, one_process, packed, randomize, small_config, small_model
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -120,6 +125,17 @@ def test_what_stays_in_high_precision():
                     torch.arange(64) >= 61, torch.finfo(torch.float32).min
                 ),
             )
+
+
+@pytest.mark.parametrize("recipe", FP8_ROWS)
+@pytest.mark.parametrize("tokens", [1, 16, 100, 128])
+def test_an_expert_s_tokens_are_filled_up_with_zeros(recipe, tokens):
+    fixes.install()
+    config = SimpleNamespace(use_transformer_engine_op_fuser=False, fp8="e4m3", fp4=None, fp8_recipe=Fp8Recipe(recipe))
+    hidden, weights = torch.ones(tokens, 3), torch.ones(tokens)
+    hidden, weights = SequentialMLP._pad_tensor_for_quantization(SimpleNamespace(config=config), hidden, weights)
+    assert len(hidden) == len(weights) == -(-tokens // FP8_ROWS[recipe]) * FP8_ROWS[recipe]
+    assert hidden.sum() == 3 * tokens and weights.sum() == tokens
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
