@@ -1,5 +1,21 @@
 """Train a diffusion language model: torchrun [...] pretrain_dllm.py --dllm-mode mdlm [Megatron flags]."""
 
+import argparse
+import signal
+
+
+def hold_exit_signal() -> None:
+    """With --exit-signal-handler, from the first moment on: see megatron_dllm/exit_signal.py."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--exit-signal-handler", action="store_true")
+    parser.add_argument("--exit-signal", default="SIGTERM")
+    given, _ = parser.parse_known_args()
+    if given.exit_signal_handler and given.exit_signal in signal.Signals.__members__:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.Signals[given.exit_signal]})
+
+
+hold_exit_signal()  # the imports may take minutes
+
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail, parse_arguments
 from megatron_dllm.checkpoint import check_before_loading

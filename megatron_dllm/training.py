@@ -18,7 +18,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import is_last_rank, print_rank_last
 
-from megatron_dllm import fixes
+from megatron_dllm import exit_signal, fixes
 from megatron_dllm.conversion.background import Exporter
 from megatron_dllm.conversion.source import Source, load_into
 from megatron_dllm.data.datasets import Datasets
@@ -289,6 +289,7 @@ def _learn_from_step(report: dict) -> None:
 def install() -> _Hooks:
     """Repairs of Megatron and our hooks; once per process."""
     fixes.install()
+    exit_signal.install()
     if not torch.cuda.is_available():
         from megatron_dllm import cpu
 

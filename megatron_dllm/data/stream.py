@@ -6,8 +6,6 @@ one collective, hand them out. With virtual pipeline stages one stream per model
 the chunks of a rank share the reduced counts.
 """
 
-import functools
-import signal
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -158,11 +156,6 @@ def _reduce_counts(batches: list[RankBatch]) -> dict[str, float]:
     return dict(zip(names, totals.tolist(), strict=True))
 
 
-def _ignore_signal(number: int, worker: int) -> None:
-    """SLURM signals every process of a job: loader workers must live on while training saves."""
-    signal.signal(number, signal.SIG_IGN)
-
-
 def build_stream(samples, split: Split, args, consumed: int, shared_counts: dict) -> StepStream | None:
     """Stream of one split for this rank, continuing after `consumed` samples; None without samples."""
     if samples is None:
@@ -177,7 +170,6 @@ def build_stream(samples, split: Split, args, consumed: int, shared_counts: dict
         batch_sampler=sampler,
         collate_fn=collate,
         num_workers=args.num_workers,
-        worker_init_fn=functools.partial(_ignore_signal, args.exit_signal) if args.exit_signal_handler else None,
         persistent_workers=args.num_workers > 0,
     )
     return StepStream(iter(loader), split, args, shared_counts)
