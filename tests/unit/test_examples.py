@@ -20,9 +20,8 @@ from tests.hf_models import make
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LAUNCHERS = sorted((ROOT / "examples").glob("*/*.sh"))
+LAUNCHERS = sorted(path for path in (ROOT / "examples").glob("*/*.sh") if path.parent.name != "slurm")
 RUNS_IT = tuple(f"examples/{mode}/" for mode in MODES)  # scripts that take pretrain_dllm.py's flags
-SHELL = [*sorted((ROOT / "examples").rglob("*.sh")), *(ROOT / "examples").rglob("*.sbatch"), ROOT / "tests/run.sh"]
 
 _RECORD = """#!/usr/bin/env python
 import json, os, sys
@@ -120,11 +119,10 @@ def case(call: list[str], tokenizer_of: dict) -> dict:
     """What a call of torchrun trains: (processes, flags), with a tokenizer that exists."""
     program = call.index("pretrain_dllm.py")
     launcher, argv = call[:program], call[program + 1 :]
-    nodes = int(launcher[launcher.index("--nnodes") + 1]) if "--nnodes" in launcher else 1
     if "--tokenizer-model" in argv:
         kind = argv[argv.index("--tokenizer-type") + 1]
         argv[argv.index("--tokenizer-model") + 1] = tokenizer_of["hf" if kind == "HuggingFaceTokenizer" else "sp"]
-    return dict(processes=nodes * int(launcher[launcher.index("--nproc-per-node") + 1]), argv=argv)
+    return dict(processes=int(launcher[launcher.index("--nproc-per-node") + 1]), argv=argv)
 
 
 @pytest.fixture(scope="module")
@@ -143,37 +141,56 @@ def test_launch_script_is_a_legal_command(script, refusals):
     assert refusals[script] is None
 
 
-def test_slurm_script_starts_the_rendezvous_of_all_nodes(tokenizers, tmp_path):
-    torchrun = recorder(tmp_path)
-    # what SLURM provides: srun runs its command once here, as node 1 of 8
-    commands = dict(
+@pytest.fixture
+def slurm(tmp_path):
+    """Runs a batch script as task 9 of 64, on the second of eight nodes; its `python` only writes down how it is called.
+
+    Returns that call, and who it was told to be.
+    """
+    stubs = dict(
         srun='while [[ $1 == --* ]]; do shift; done; exec "$@"',
-        scontrol='[ "$1" = show ] && echo node0 || true',
-        scancel="true",
+        scontrol="if [ $2 = hostnames ]; then printf 'node%d\\n' 0 1 2 3 4 5 6 7; else echo JobState=RUNNING x; fi",
+        python='printf "%s\\n" $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT "$@" >$RECORD',
     )
-    for name, body in commands.items():
+    (tmp_path / "bin").mkdir()
+    for name, body in stubs.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    environment = dict(
-        SLURM_JOB_ID="12345",
-        SLURM_JOB_NODELIST="node[0-7]",
-        SLURM_NNODES="8",
-        SLURM_NODEID="1",
-        SLURM_SUBMIT_DIR=str(ROOT),
-        SAVE=str(tmp_path / "run"),
-    )
-    (call,) = torchrun(["bash", "examples/slurm/pretrain.sbatch"], **environment)
-    launcher = call[: call.index("pretrain_dllm.py")]
-    assert launcher[launcher.index("--rdzv-endpoint") + 1] == "node0:22345"
-    assert launcher[launcher.index("--rdzv-conf") + 1] == "is_host=0"
-    described = case(call, tokenizers)
-    assert described["processes"] == 64 and "--exit-signal-handler" in described["argv"]
-    assert parse([described]) == [None]
+    place = dict(NTASKS="64", NTASKS_PER_NODE="8", PROCID="9", LOCALID="1", JOB_NODELIST="node[0-7]")
+    place |= dict(JOB_ID="12345", JOB_NAME="dllm", CPUS_PER_TASK="8", SUBMIT_DIR=str(ROOT))
+
+    def run(script: str, *words: str, **environment: str) -> tuple[list[str], list[str], subprocess.CompletedProcess]:
+        environment |= dict(VENV=str(tmp_path), LOGS=str(tmp_path / "logs"), RECORD=str(tmp_path / "call"))
+        environment |= {f"SLURM_{name}": value for name, value in place.items()}
+        done = subprocess.run(
+            ["bash", f"examples/slurm/{script}.sbatch", *words],
+            cwd=ROOT,
+            env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | environment,
+            timeout=60,
+            capture_output=True,
+            text=True,
+        )
+        record = tmp_path / "call"
+        lines = record.read_text().splitlines() if record.exists() else []
+        return lines[5:], lines[:5], done
+
+    return run
 
 
-@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
-def test_shell_scripts_parse(script):
-    subprocess.run(["bash", "-n", str(script)], check=True)
+def test_the_slurm_script_starts_the_ranks_of_all_nodes(slurm, tokenizers, tmp_path):
+    call, place, done = slurm("pretrain", "--seed", "5", SAVE=str(tmp_path / "run"))
+    assert place == ["9", "1", "64", "8", "node0:22345"]
+    argv = case(["--nproc-per-node", "64", *call], tokenizers)["argv"]
+    assert "--exit-signal-handler" in argv and argv[-2:] == ["--seed", "5"]
+    assert parse([dict(processes=64, argv=argv)]) == [None]
+    # it ended at once and saved nothing: it would do so again
+    assert done.returncode == 1 and "nothing was gained since iteration 0" in done.stderr
+
+
+def test_a_slurm_job_without_its_environment_says_how_to_make_it(slurm, tmp_path):
+    (tmp_path / "bin" / "python").unlink()
+    call, _, done = slurm("pretrain")
+    assert not call and done.returncode == 2 and "examples/environment.sh" in done.stderr
 
 
 # --- what the documents say ---------------------------------------------------------------------------------------

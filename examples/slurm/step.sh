@@ -1,0 +1,38 @@
+# shellcheck shell=bash
+# Sourced by the batch scripts: `srun "${STEP[@]}" COMMAND` runs a command once per task, each with a log of its own.
+#
+# VENV              the environment to run in, default .venv (examples/environment.sh makes it)
+# CONTAINER         an image to run in instead, for clusters with pyxis and enroot (the Dockerfile makes it)
+# CONTAINER_MOUNTS  what the container sees besides the repository: "/data:/data,/models:/models"
+# LOGS              folder of the logs, default logs/NAME-ID of the job
+
+LOGS="${LOGS:-logs/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}"
+mkdir -p "$LOGS"
+LOGS="$(realpath "$LOGS")"
+
+# One rank that fails ends all; a requeued job goes on in the same files. srun gives each task its CPUs only if told so.
+STEP=(
+  --mpi=none --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"
+  --output="$LOGS/rank-%4t.log" --open-mode=append
+)
+if [ -n "${CONTAINER:-}" ]; then
+  STEP+=(--container-image="$CONTAINER" --container-workdir="$PWD"
+    --container-mounts="$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+else
+  VENV="$(realpath -m "${VENV:-.venv}")"
+  if [ ! -x "$VENV/bin/python" ]; then
+    echo "There is no environment in $VENV: make it on the login node (bash -c 'source examples/environment.sh;" \
+      "use_environment'), or set VENV or CONTAINER." >&2
+    exit 2
+  fi
+  export VIRTUAL_ENV="$VENV" PATH="$VENV/bin:$PATH"
+fi
+
+# How the ranks find each other, one task being one rank. HEAD_NODE: where rank 0 is, if its name does not resolve.
+MASTER_ADDR="${HEAD_NODE:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}"
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export MASTER_ADDR MASTER_PORT PYTHONUNBUFFERED=1
+# shellcheck disable=SC2016,SC2034
+AS_RANK='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
+  export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-$SLURM_NTASKS}'
+echo "$(date '+%F %T') job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start ${SLURM_RESTART_COUNT:-0}: logs in $LOGS"
