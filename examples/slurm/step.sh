@@ -28,11 +28,10 @@ else
   export VIRTUAL_ENV="$VENV" PATH="$VENV/bin:$PATH"
 fi
 
-# How the ranks find each other, one task being one rank. HEAD_NODE: where rank 0 is, if its name does not resolve.
-MASTER_ADDR="${HEAD_NODE:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}"
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-export MASTER_ADDR MASTER_PORT PYTHONUNBUFFERED=1
+# For tasks that are ranks: who they are, and where rank 0 is. HEAD_NODE: its address, if the node's name does not resolve.
+export HEAD_NODE="${HEAD_NODE:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}" PYTHONUNBUFFERED=1
 # shellcheck disable=SC2016,SC2034
 AS_RANK='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
-  export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-$SLURM_NTASKS}'
+  export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-$SLURM_NTASKS}
+  export MASTER_ADDR=$HEAD_NODE MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))'
 echo "$(date '+%F %T') job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start ${SLURM_RESTART_COUNT:-0}: logs in $LOGS"

@@ -1,5 +1,6 @@
 """The batch scripts of examples/slurm on real SLURM daemons: bash tests/slurm/run.sh"""
 
+import json
 import re
 import sys
 import time
@@ -137,3 +138,40 @@ def test_an_interrupted_job_trains_as_one_that_was_left_alone(cluster, interrupt
     straight.until(lambda: cluster.job(straight.number)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
     assert cluster.job(straight.number)["JobState"] == "COMPLETED", straight.report()
     assert straight.losses() == losses
+
+
+def test_a_checkpoint_is_converted_and_answers_prompts(cluster, interrupted, tmp_path):
+    """Both scripts at once; the prompts in two shares, each on two ranks."""
+    common = dict(REPOSITORY=str(ROOT), VENV=sys.prefix, OMP_NUM_THREADS="1")
+    hf, answers, prompts = tmp_path / "hf", tmp_path / "answers", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(dict(prompt=f"Question {i}", number=i)) + "\n" for i in range(5)))
+    jobs = [
+        cluster.submit(
+            *("--cpus-per-task=32", f"--output={tmp_path}/convert.log", ROOT / "examples/slurm/convert.sbatch"),
+            *("export", "--load", interrupted.save, "--save", hf),
+            **common | dict(LOGS=str(tmp_path / "convert")),
+        )
+    ]
+    generate = (
+        *("--ntasks-per-node=2", "--gpus-per-node=0", "--array=3-4", f"--output={tmp_path}/generate-%a.log"),
+        ROOT / "examples/slurm/generate.sbatch",
+        *("--load", interrupted.save, "--raw", "--max-new-tokens", 8, "--steps", 2),
+    )
+    files = dict(PROMPTS=str(prompts), OUTPUT=str(answers), HEAD_NODE="127.0.0.1", LOGS=str(tmp_path / "generate"))
+    jobs.append(cluster.submit(*generate, **common | files))
+    deadline = time.monotonic() + SECONDS
+    while cluster.run("squeue", "-h", "-r", "-j", ",".join(map(str, jobs)), check=False).stdout:
+        assert time.monotonic() < deadline, cluster.run("squeue").stdout
+        time.sleep(0.2)
+    log = "\n".join(f"{path}:\n{path.read_text()[-1500:]}" for path in sorted(tmp_path.rglob("*.log")))
+    assert (hf / "model.safetensors").exists() and "is a qwen3 folder" in log
+    shares = sorted(answers.iterdir())
+    assert [path.name for path in shares] == ["00001.jsonl", "00002.jsonl"], log
+    lines = [json.loads(line) for path in shares for line in path.read_text().splitlines()]
+    assert [line["number"] for line in lines] == list(range(5)) and all("text" in line for line in lines)
+    # what is done is not begun again
+    again = cluster.submit(*generate, **common | files)
+    while cluster.run("squeue", "-h", "-j", again, check=False).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert (tmp_path / "generate-3.log").read_text().rstrip().endswith("00001.jsonl is there.")

@@ -143,7 +143,7 @@ def test_launch_script_is_a_legal_command(script, refusals):
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Runs a batch script as task 9 of 64, on the second of eight nodes; its `python` only writes down how it is called.
+    """Runs a batch script as task 9 of 64, on the second of eight nodes; its `python` only writes down its call.
 
     Returns that call, and who it was told to be.
     """
