@@ -11,8 +11,16 @@ import atexit
 import functools
 import multiprocessing
 import signal
+from multiprocessing import resource_tracker
 
 from megatron.training.dist_signal_handler import DistributedSignalHandler
+
+
+def hold(number: signal.Signals) -> None:
+    """Block the signal for good, in what this process starts from now on too."""
+    # It unblocks SIGTERM when it is started, which it would be by the first save. It ignores signals.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
 
 
 @functools.cache

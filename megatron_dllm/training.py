@@ -309,6 +309,8 @@ def pretrain(args, datasets: Datasets, store=None) -> None:
     hooks.steps_verified, hooks.model, hooks.datasets = 0, None, datasets
     loss_curves.reset()
     term_weights.clear()
+    if args.exit_signal_handler:
+        exit_signal.hold(args.exit_signal)
     if datasets.valid is None and datasets.test is None:
         args.eval_iters = 0  # nothing to evaluate on: Megatron would ask for samples all the same
     try:
