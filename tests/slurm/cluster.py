@@ -52,11 +52,11 @@ PreemptMode=REQUEUE
 JobRequeue=1
 SlurmdParameters=config_overrides
 InactiveLimit=0
-KillWait=30
+KillWait=90
 MinJobAge=600
 GresTypes=gpu
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
-PartitionName=small Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=small Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=90
 PartitionName=urgent Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 _NODE = (
