@@ -140,3 +140,17 @@ def test_a_signal_during_validation_waits_for_its_end(tmp_path):
         run.signal_all()
         run.end()
         assert run.saved() == 3 and "validation loss at iteration 3" in run.log()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_during_a_save_goes_on_from_the_one_before(tmp_path):
+    """And saves over what the killed one has left."""
+    flags = ["--save-interval", "3", "--load", str(tmp_path / "run")]
+    with Run(tmp_path, 1, *flags) as run:
+        run.wait_until(lambda: run.saved() == 3 and (run.save / "iter_0000006").exists(), every=0.001)
+    assert run.saved() == 3
+    with Run(tmp_path, 1, *flags) as run:
+        run.wait_until(lambda: run.saved() >= 6)
+        run.signal_all()
+        run.end()
+        assert re.search(r"iteration +(\d+)/", run.log())[1] == "4"
