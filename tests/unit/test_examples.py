@@ -33,7 +33,7 @@ with open(os.environ["RECORD"], "a") as file:
 _PARSE = """
 import contextlib, io, json, os, sys
 import megatron_dllm
-from megatron_dllm.arguments import parse_arguments
+from megatron_dllm.arguments import read_command_line  # all checks but those of this machine
 from megatron.training import training
 
 for line in sys.stdin:
@@ -43,7 +43,7 @@ for line in sys.stdin:
     error, output = None, io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            parse_arguments()
+            read_command_line()
         except (Exception, SystemExit) as e:
             error = f"{type(e).__name__}: {e}: {output.getvalue()[-500:]}"
         training.destroy_global_state()
