@@ -201,3 +201,8 @@ def _processes_with(mark: bytes) -> list[int]:
         except OSError:  # it ended meanwhile
             continue
     return found
+
+
+if __name__ == "__main__":  # do its daemons start on this machine?
+    with Cluster() as started:
+        print(started.run("sinfo").stdout)
