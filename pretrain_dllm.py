@@ -8,6 +8,7 @@ from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.launch import default_to_one_process
 from megatron_dllm.models.target import UnusableTarget, check_weights
+from megatron_dllm.resilience.bad_steps import BadStep
 from megatron_dllm.training import pretrain
 
 
@@ -26,7 +27,7 @@ def main() -> None:
         fail(error)
     try:
         pretrain(args, datasets)
-    except UnusableTarget as error:
+    except (UnusableTarget, BadStep) as error:
         fail(error)
 
 

@@ -135,6 +135,15 @@ def check_complete(folder: str) -> None:
             raise ValueError(f"{path} is {state}: {_advice(folder)}")
 
 
+def is_complete(run: str, iteration: int) -> bool:
+    """Whether the run has a whole checkpoint of that iteration."""
+    try:
+        check_complete(os.path.join(run, f"iter_{iteration:07d}"))
+    except ValueError:
+        return False
+    return True
+
+
 def _advice(folder: str) -> str:
     run = os.path.dirname(os.path.normpath(folder))
     others = sorted(
@@ -230,6 +239,7 @@ def check_before_loading(args) -> None:
     _say_what_changes(args, saved, folder)
     if not fine_tunes:
         args.dllm_state = dict(getattr(saved, "dllm_state", {}))
+        args.dllm_bad_steps = list(getattr(saved, "dllm_bad_steps", []))
 
 
 def _check_draft(args, saved: Namespace, folder: str) -> None:
