@@ -73,24 +73,24 @@ class Guard:
         """Whether the step is skipped. BadStep if it is bad and must not be. Collective over all ranks."""
         device = torch.cuda.current_device()
         losses = torch.stack([loss.float() for _, loss, _ in self._noted] or [torch.zeros((), device=device)])
-        bad = torch.stack([~losses.isfinite().all(), torch.tensor(not math.isfinite(norm), device=device)]).int()
+        bad = (~losses.isfinite()).any().int().clamp(min=int(not math.isfinite(norm)))
         dist.all_reduce(bad, dist.ReduceOp.MAX)
-        of_loss, of_norm = bad.tolist()
-        if not (of_loss or of_norm):
+        if not bad:
             return False
-        norms = [f"the gradient norm is {norm}"] if of_norm else []
-        self._decide(" and ".join(self._name_samples(bool(of_loss)) + norms))
+        self._decide(" and ".join(self._reasons(norm)))
         return True
 
-    def _name_samples(self, of_loss: bool) -> list[str]:
+    def _reasons(self, norm: float) -> list[str]:
+        """What is not finite, the same on every rank."""
         gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, _bad_samples(self._noted))
-        samples = sorted(set().union(*gathered))
-        if not of_loss:
-            return ["no sample's loss is to blame"]
+        dist.all_gather_object(gathered, (norm, _bad_samples(self._noted)))
+        norms = [norm for norm, _ in gathered if not math.isfinite(norm)]
+        samples = sorted(set().union(*(samples for _, samples in gathered)))
         named = ", ".join(map(str, samples[:_MOST_NAMED]))
         more = f" and {len(samples) - _MOST_NAMED} more" if len(samples) > _MOST_NAMED else ""
-        return [f"the loss is not finite in sample{'s' if len(samples) > 1 else ''} {named}{more}"]
+        plural = "s" if len(samples) > 1 else ""
+        losses = [f"the loss is not finite in sample{plural} {named}{more}" if samples else "every loss is finite"]
+        return losses + [f"the gradient norm is {norm}" for norm in norms[:1]]
 
     def _decide(self, what: str) -> None:
         args = get_args()
@@ -99,7 +99,8 @@ class Guard:
         what = f"iteration {self._iteration}, trained on samples {first} to {last}: {what}"
         most, before = args.dllm_skip_bad_steps, args.dllm_bad_steps
         if len(before) >= most:
-            skipped = f", after {len(before)} skipped steps ({', '.join(map(str, before))})" if before else ""
+            plural = "s" if len(before) > 1 else ""
+            skipped = f", after {len(before)} skipped step{plural} ({', '.join(map(str, before))})" if before else ""
             raise BadStep(
                 f"{what}{skipped}; stopped before its update. tools/inspect_batch.py --first INDEX shows a sample; "
                 f"--iterations-to-skip {self._iteration} leaves this step out, --dllm-skip-bad-steps "
