@@ -37,10 +37,9 @@ def run(pool, argv, name, *flags, **options):
 def test_a_skipped_step_is_one_that_was_never_made(pool, argv, tmp_path, name):
     """The same bits as a run that is told beforehand to leave it out, and all ranks agree."""
     told = run(pool, argv, name, "--save", tmp_path / "told", "--iterations-to-skip", 3)
-    results = run(
-        pool, argv, name, "--save", tmp_path / "bad", "--dllm-skip-bad-steps", 1, poison_sample=POISONED
-    )  # fmt: skip
-    named = "Warning: iteration 3, trained on samples 16 to 23: the loss is not finite in sample 19 and the gradient norm"
+    flags = "--save", tmp_path / "bad", "--dllm-skip-bad-steps", 1
+    results = run(pool, argv, name, *flags, poison_sample=POISONED)
+    named = "Warning: iteration 3, trained on samples 16 to 23: the loss is not finite in sample 19 and the gradient"
     assert results[0]["output"].count(named) == 1 and "its update is skipped, 1 of at most 1." in results[0]["output"]
     for result, other in zip(results, told, strict=True):
         assert result["grad_norms"] == [*other["grad_norms"][:2], None, *other["grad_norms"][2:]]

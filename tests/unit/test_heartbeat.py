@@ -46,7 +46,11 @@ def test_the_file_tells_how_far_the_run_is(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "state"),
-    ((SystemExit(0), "finished"), (SystemExit(2), "failed: SystemExit: 2"), (ValueError("no"), "failed: ValueError: no")),
+    (
+        (SystemExit(0), "finished"),
+        (SystemExit(2), "failed: SystemExit: 2"),
+        (ValueError("no"), "failed: ValueError: no"),
+    ),
 )
 def test_the_end_is_told(tmp_path, error, state):
     heartbeat = Heartbeat(0, str(tmp_path / "alive.json"), 60, None, None)
