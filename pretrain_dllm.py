@@ -2,7 +2,7 @@
 
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail, parse_arguments
-from megatron_dllm.checkpoint import check_before_loading
+from megatron_dllm.checkpoint import DamagedCheckpoint, check_before_loading
 from megatron_dllm.conversion.exporting import check_expressible
 from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
@@ -27,7 +27,7 @@ def main() -> None:
         fail(error)
     try:
         pretrain(args, datasets)
-    except (UnusableTarget, BadStep) as error:
+    except (UnusableTarget, BadStep, DamagedCheckpoint) as error:
         fail(error)
 
 

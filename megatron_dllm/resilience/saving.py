@@ -22,15 +22,17 @@ import os
 import queue
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.managers import SyncManager
 from typing import TextIO
 
 import torch
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.training import checkpointing, get_args
 
-from megatron_dllm.checkpoint import TRACKER, is_complete
+from megatron_dllm.checkpoint import TRACKER, check_hashes, is_complete
 from megatron_dllm.resilience import retention
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -59,6 +61,7 @@ def install() -> None:
     """Once per process."""
     checkpointing.maybe_msc = _WholeTracker(checkpointing.maybe_msc)
     filesystem_async.get_write_results_queue = _results_queue
+    serialization.verify_integrity_manifest = check_hashes
     temporal, persistent = async_utils.TemporalAsyncCaller, async_utils.PersistentAsyncCaller
     temporal.schedule_async_call = _with_mortal_writer(temporal.schedule_async_call)
     persistent.async_loop = staticmethod(_mortal_loop)
@@ -110,15 +113,15 @@ def clear_the_way(run: str, iteration: int) -> None:
     shutil.rmtree(retention.rename_away(folder))
 
 
-def die_with(parent: int) -> None:
-    """This process gets SIGKILL when `parent`, which has started it, ends however it may (Linux)."""
+def _die_with_parent() -> None:
+    """This process, a fork of a rank, gets SIGKILL when that ends, however it may (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
+    if not multiprocessing.parent_process().is_alive():  # it has ended before
         os._exit(1)
 
 
-def _write_mortally(parent: int, write: Callable, *args, **kwargs) -> None:
-    die_with(parent)
+def _write_mortally(write: Callable, *args, **kwargs) -> None:
+    _die_with_parent()
     write(*args, **kwargs)
 
 
@@ -126,7 +129,7 @@ def _with_mortal_writer(schedule: Callable) -> Callable:
     @functools.wraps(schedule)
     def schedule_mortal(self, request):
         if request.async_fn is not None:
-            request = request._replace(async_fn=functools.partial(_write_mortally, os.getpid(), request.async_fn))
+            request = request._replace(async_fn=functools.partial(_write_mortally, request.async_fn))
         return schedule(self, request)
 
     return schedule_mortal
@@ -136,9 +139,15 @@ _loop = async_utils.PersistentAsyncCaller.async_loop
 
 
 def _mortal_loop(*args, **kwargs) -> None:
-    """The writer process that GPUs need. SLURM signals every process of a job, and training waits for this one."""
+    """The writer process that GPUs need. It comes from a fork server, which SLURM's signal to every process of a job
+    ends, while training waits for this one to save: so it watches for the end of its rank."""
+
+    def end_with_rank():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with(multiprocessing.parent_process().pid)
+    threading.Thread(target=end_with_rank, daemon=True).start()
     _loop(*args, **kwargs)
 
 
@@ -157,11 +166,11 @@ def _results_queue(mp_mode: str = "spawn"):
         # a process without a GPU may fork, which takes no time; Megatron's default, spawn, imports everything again
         mode = mp_mode if torch.cuda.is_available() else "fork"
         manager = SyncManager(ctx=torch.multiprocessing.get_context(mode))
-        manager.start(_of_manager, (os.getpid(),))
+        manager.start(_of_manager)
         filesystem_async._results_queue = manager.Queue()
     return filesystem_async._results_queue
 
 
-def _of_manager(parent: int) -> None:
+def _of_manager() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM signals every process of a job: training still has to save
-    die_with(parent)
+    _die_with_parent()

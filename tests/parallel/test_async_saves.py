@@ -1,7 +1,5 @@
 """--async-save: what is written in the background is what was to be saved, however training has gone on."""
 
-import json
-
 import pytest
 import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
@@ -71,10 +69,3 @@ def test_a_writer_that_fails_stops_the_run_and_the_last_checkpoint_stays(pool, a
     assert "no space" in str(failure.value)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert not (tmp_path / "iter_0000004/.metadata").exists()
-
-
-def test_hugging_face_folders_are_made_of_what_is_complete(pool, hf_command, tmp_path):
-    flags = ["--save", tmp_path, "--save-interval", 1, "--save-hf-interval", 2, "--async-save"]
-    result = pool.run([*hf_command("qwen3 tied"), "--init-from-hf", *flags], slow_write=WRITES_FOR)[0]
-    assert f"wrote {tmp_path}/hf_0000002" in result["output"]
-    assert json.loads((tmp_path / "hf_0000002/config.json").read_text())["model_type"]

@@ -70,7 +70,16 @@ def test_hashes_find_what_lengths_do_not(pool, argv, tmp_path):
     shard.write_bytes(data)
     with pytest.raises(CaseFailed) as failure:
         pool.run(argv)
-    assert shard.name in failure.value.error
+    assert f"DamagedCheckpoint: {shard.name} in {tmp_path}/iter_0000003 is not what was saved" in failure.value.error
+    with pytest.raises(CaseFailed) as failure:
+        pool.run([*argv, "--load", uninformed(pool, argv, tmp_path / "without")])
+    assert "saved without hashes, which --verify-integrity compares" in failure.value.error
+
+
+def uninformed(pool, argv, folder):
+    argv = [word for word in argv if word != "--verify-integrity"]
+    pool.run([*argv, "--save", folder, "--load", folder])
+    return folder
 
 
 @pytest.mark.parametrize("name", ("DP2", "TP2 SP", "PP2 VPP2"))
