@@ -231,7 +231,7 @@ def check_before_loading(args) -> None:
             raise ValueError(f"--load {args.load} holds no checkpoint ({TRACKER} is missing): check the path.")
         return
     check_complete(folder)
-    if args.verify_integrity and not os.path.isfile(os.path.join(folder, INTEGRITY_FNAME)):
+    if getattr(args, "verify_integrity", False) and not os.path.isfile(os.path.join(folder, INTEGRITY_FNAME)):
         raise ValueError(
             f"{folder} was saved without hashes, which --verify-integrity compares: leave the flag out this once."
         )

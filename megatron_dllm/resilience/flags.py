@@ -77,11 +77,9 @@ def _check_guard(args, given: set[str]) -> None:
     scaler = args.fp16 and not args.loss_scale  # a non-finite gradient is how it finds its scale
     args.dllm_guard = args.check_for_nan_in_loss_and_grad and "rerun_mode" not in given and not scaler
     if args.dllm_skip_bad_steps and not args.dllm_guard:
-        why = (
-            "fp16 with its loss scaling, which skips by itself" if scaler else "the flag that leaves checks to Megatron"
-        )
-        flag = "--rerun-mode" if "rerun_mode" in given else "--no-check-for-nan-in-loss-and-grad"
-        raise ValueError(f"--dllm-skip-bad-steps has no effect with {why if scaler else flag}: remove one.")
+        other = "--rerun-mode" if "rerun_mode" in given else "--no-check-for-nan-in-loss-and-grad"
+        other = "fp16 and its loss scaling, which skips by itself" if scaler else other
+        raise ValueError(f"--dllm-skip-bad-steps has no effect with {other}: remove one.")
     if args.dllm_guard:
         args.check_for_nan_in_loss_and_grad = False
     args.dllm_bad_steps = []  # iterations that were skipped; a checkpoint's go on
