@@ -30,9 +30,9 @@ def checkpoints(run: str) -> list[int]:
 def rename_away(folder: str) -> str:
     """`folder` under a name that no checkpoint has."""
     run, name = os.path.split(folder)
-    other = os.path.join(run, f"{_DELETED}{name}")
-    if os.path.isdir(other):
-        shutil.rmtree(other)
+    number, other = 1, os.path.join(run, f"{_DELETED}{name}")
+    while os.path.lexists(other):  # of a kill; a network file system may refuse to delete what somebody reads
+        number, other = number + 1, os.path.join(run, f"{_DELETED}{name}.{number}")
     os.rename(folder, other)
     return other
 
@@ -58,7 +58,7 @@ class Retention:
         folders = [
             entry.path
             for entry in os.scandir(run)
-            if entry.name.startswith(_DELETED) and _NAME.fullmatch(entry.name.removeprefix(_DELETED))
+            if entry.name.startswith(_DELETED) and _NAME.match(entry.name.removeprefix(_DELETED))
         ]
         if folders:
             self.wait()

@@ -110,7 +110,7 @@ def clear_the_way(run: str, iteration: int) -> None:
                 os.replace(f"{tracker}.partial", tracker)
             else:
                 os.remove(tracker)
-    shutil.rmtree(retention.rename_away(folder))
+    shutil.rmtree(retention.rename_away(folder), ignore_errors=True)
 
 
 def _die_with_parent() -> None:

@@ -24,9 +24,7 @@ def steps(folder):
 @pytest.mark.parametrize(
     ("flags", "left"),
     (
-        ("--save-retain 2", [5, 6]),
         ("--save-retain 2 --async-save", [5, 6]),
-        ("--save-retain-interval 2", [2, 4, 6]),
         ("--save-retain-interval 2 --save-retain 2", [2, 4, 5, 6]),
     ),
 )
@@ -82,7 +80,7 @@ def uninformed(pool, argv, folder):
     return folder
 
 
-@pytest.mark.parametrize("name", ("DP2", "TP2 SP", "PP2 VPP2"))
+@pytest.mark.parametrize("name", ("TP2 SP", "PP2 VPP2"))
 def test_the_slow_rank_is_named_and_not_the_one_that_waits_for_it(pool, argv, name):
     processes, layout = LAYOUTS[name]
     for slow in (0, 1):
