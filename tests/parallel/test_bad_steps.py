@@ -97,7 +97,7 @@ def test_skipped_steps_are_counted_over_resumes(pool, argv, tmp_path):
     argv = [*argv, "--save", tmp_path, "--load", tmp_path, "--dllm-skip-bad-steps", 1, "--override-opt-param-scheduler"]
     run(pool, argv, "1", "--train-iters", 3, poison_sample=POISONED)
     with pytest.raises(CaseFailed) as failure:
-        run(pool, argv, "DP2", poison_sample=33)
+        run(pool, argv, "TP2 SP", poison_sample=33)
     assert "iteration 5, trained on samples 32 to 39: the loss is not finite in sample 33" in failure.value.error
     assert "after 1 skipped step (3); stopped" in failure.value.error
 

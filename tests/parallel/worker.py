@@ -95,15 +95,17 @@ class Observation:
                 for tokens in (c.sample.tokens_S, c.x_t_S):
                     tokens[last] = (tokens[last] + 1) % 64
         for c in samples:
-            if c.sample.index == self.case.get("poison_sample"):
-                c.weight_S[:] = float("nan")
             parts = [c.sample.tokens_S, c.x_t_S, c.noised_S, c.weight_S]
             parts += [getattr(c, name) for name in ("anchors_N", "kept_N", "prefix_N") if hasattr(c, name)]
             digest = hashlib.blake2b(b"".join(part.numpy().tobytes() for part in parts), digest_size=8).hexdigest()
             self.result["noise"].setdefault(str(c.sample.index), digest)
 
     def note_rows(self, batch):
-        """Which (sample, place in the model input) each scored row is; optionally, other padding."""
+        """Which (sample, place in the model input) each scored row is; optionally, other padding, or a bad sample."""
+        if self.case.get("poison_sample") in batch.index:
+            for term in batch.terms.values():
+                of_sample_N = term.rows_N % len(batch.index) == batch.index.index(self.case["poison_sample"])
+                term.weights_N = term.weights_N.masked_fill(of_sample_N, float("nan"))
         if self.case.get("change_padding") and batch.attributes_BQA is not None:
             n = batch.tokens_BQ.shape[1]
             start = n * mpu.get_context_parallel_rank()
