@@ -320,7 +320,6 @@ def pretrain(args, datasets: Datasets, store=None) -> None:
     hooks = install()
     hooks.steps_verified, hooks.model, hooks.datasets = 0, None, datasets
     loss_curves.reset()
-    guard.reset()
     term_weights.clear()
     if datasets.valid is None and datasets.test is None:
         args.eval_iters = 0  # nothing to evaluate on: Megatron would ask for samples all the same
@@ -332,6 +331,7 @@ def pretrain(args, datasets: Datasets, store=None) -> None:
         long_run.stop(error)
         raise
     finally:
+        guard.reset()  # it holds the optimizer
         long_run.exporter.wait()
 
 
