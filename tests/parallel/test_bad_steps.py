@@ -14,7 +14,7 @@ _BIASED = " --moe-router-enable-expert-bias --moe-router-score-function sigmoid 
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PLACES = {
     "1": (1, ""),
-    "DP2": (2, "--dllm-mode idlm --idlm-auto-balance"),  # which learns from a step's losses
+    "DP2": (2, ""),
     "TP2 SP": LAYOUTS["TP2 SP"],
     "PP2 VPP2": LAYOUTS["PP2 VPP2"],
     "CP2": LAYOUTS["CP2"],
@@ -35,10 +35,12 @@ def run(pool, argv, name, *flags, **options):
     return pool.run([*argv, *layout.split(), *flags], processes, **options)
 
 
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("1", "CP2")]
+_SLOW = ("1", "DP2", "CP2")
 
 
-@pytest.mark.parametrize("name", [*(name for name in PLACES if name not in ("1", "CP2")), *_SLOW])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in PLACES]
+)
 def test_a_skipped_step_is_one_that_was_never_made(pool, argv, tmp_path, name):
     """The same bits as a run that is told beforehand to leave it out, and all ranks agree."""
     told = run(pool, argv, name, "--save", tmp_path / "told", "--iterations-to-skip", 3)
@@ -57,9 +59,16 @@ def test_a_skipped_step_is_one_that_was_never_made(pool, argv, tmp_path, name):
     assert not [key for key in got if not torch.equal(expected[key], got[key])]
     assert any("expert_bias" in key for key in got) == (name == "experts EP2")
     one, other = (load_common_state_dict(tmp_path / kind / "iter_0000005")["args"] for kind in ("told", "bad"))
-    assert one.dllm_state == other.dllm_state and bool(one.dllm_state) == (name == "DP2")
     assert one.consumed_train_samples == other.consumed_train_samples == 40
     assert (one.dllm_bad_steps, other.dllm_bad_steps) == ([], [3])
+
+
+def test_a_mode_learns_nothing_from_it(pool, argv):
+    """Whose losses were good; only a gradient was not."""
+    flags = "--dllm-mode", "idlm", "--idlm-auto-balance"
+    results = run(pool, argv, "DP2", *flags, "--dllm-skip-bad-steps", 1, poison_gradient=(3, 1))[-1]["losses"]
+    told = run(pool, argv, "DP2", *flags, "--iterations-to-skip", 3)[-1]["losses"]
+    assert results[:2] + results[3:] == told and results[2] == results[2]
 
 
 def test_the_loss_by_level_does_not_see_it(pool, argv):
