@@ -1,6 +1,7 @@
 """Any rank may be killed at any moment: the run goes on from its last checkpoint as if nothing had happened.
 
-The long version (`-m slow`) took 15 minutes on 2 busy CPU cores. A failure names its seed: KILL_SEED=... repeats its choices.
+The long version (`-m slow`) took 15 minutes on 2 busy CPU cores. A failure names its seed: KILL_SEED=... repeats its
+choices.
 """
 
 import os
