@@ -18,12 +18,13 @@ hold_exit_signal()  # the imports may take minutes
 
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail, parse_arguments
-from megatron_dllm.checkpoint import check_before_loading
+from megatron_dllm.checkpoint import DamagedCheckpoint, check_before_loading
 from megatron_dllm.conversion.exporting import check_expressible
 from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.launch import default_to_one_process
 from megatron_dllm.models.target import UnusableTarget, check_weights
+from megatron_dllm.resilience.bad_steps import BadStep
 from megatron_dllm.training import pretrain
 
 
@@ -42,7 +43,7 @@ def main() -> None:
         fail(error)
     try:
         pretrain(args, datasets)
-    except UnusableTarget as error:
+    except (UnusableTarget, BadStep, DamagedCheckpoint) as error:
         fail(error)
 
 

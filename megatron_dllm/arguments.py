@@ -24,6 +24,7 @@ from megatron_dllm.models.weights import GEMMA, target_layers
 from megatron_dllm.modes import MODES, get_mode
 from megatron_dllm.precision import EMULATED, check_precision, check_transformer_engine, check_widths
 from megatron_dllm.presets import PRESETS
+from megatron_dllm.resilience import flags as long_runs
 from megatron_dllm.shape import chosen_defaults
 from megatron_dllm.validation import check_flags, check_layout, set_model_length
 from megatron_dllm.vocabulary import resolve_vocabulary
@@ -193,6 +194,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="Let packed documents attend to each other, with positions running on; default: kept apart.",
     )
+    long_runs.add_arguments(parser)
     for name, mode in MODES.items():
         mode.add_args(parser.add_argument_group(f"mode {name}"))
 
@@ -302,6 +304,7 @@ def read_command_line(
     check_flags(args, given)
     check_conversion(args, given)
     check_precision(args, given)
+    long_runs.check(args, given)
     check_layout(args, mode)
     check_gemma(args, given)
     check_widths(args)
@@ -323,6 +326,7 @@ def read_command_line(
         condition = traceback.extract_tb(error.__traceback__)[-1].line  # many of Megatron's have no text
         raise ValueError(f"Megatron refuses this combination of flags: {str(error) or condition}") from error
     args.max_position_embeddings, args.expert_model_parallel_size = longest, ranks_of_experts
+    long_runs.settle(args)
     return args, tokenizer
 
 

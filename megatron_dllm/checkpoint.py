@@ -5,6 +5,8 @@ import os
 import pickle
 from argparse import Namespace
 
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, verify_integrity_manifest
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from megatron_dllm import fixes
@@ -92,6 +94,10 @@ def iteration_folder(load: str, step: int | None = None) -> str | None:
     return os.path.join(load, f"iter_{step:07d}")
 
 
+class DamagedCheckpoint(RuntimeError):
+    """Contents that are not what was saved (--verify-integrity). Raised on every rank."""
+
+
 class _MetadataOnly(pickle.Unpickler):
     """Reads the pickled index of a checkpoint, which torch would unpickle as it is: a stranger's cannot run code."""
 
@@ -133,6 +139,26 @@ def check_complete(folder: str) -> None:
         if size < end:
             state = "missing" if size < 0 else f"truncated ({size} of {end} bytes)"
             raise ValueError(f"{path} is {state}: {_advice(folder)}")
+
+
+def is_complete(run: str, iteration: int) -> bool:
+    """Whether the run has a whole checkpoint of that iteration."""
+    try:
+        check_complete(os.path.join(run, f"iter_{iteration:07d}"))
+    except ValueError:
+        return False
+    return True
+
+
+def check_hashes(folder: str) -> None:
+    """DamagedCheckpoint if a file is not as it was saved. Rank 0 reads all of them; collective."""
+    try:
+        verify_integrity_manifest(folder)
+    except CheckpointingException as error:
+        names = [line.split(":")[0].strip() for line in str(error).splitlines()[1:]]
+        raise DamagedCheckpoint(
+            f"{', '.join(names) or error} in {folder} is not what was saved: {_advice(folder)}"
+        ) from error
 
 
 def _advice(folder: str) -> str:
@@ -205,6 +231,10 @@ def check_before_loading(args) -> None:
             raise ValueError(f"--load {args.load} holds no checkpoint ({TRACKER} is missing): check the path.")
         return
     check_complete(folder)
+    if getattr(args, "verify_integrity", False) and not os.path.isfile(os.path.join(folder, INTEGRITY_FNAME)):
+        raise ValueError(
+            f"{folder} was saved without hashes, which --verify-integrity compares: leave the flag out this once."
+        )
     saved = saved_arguments(folder)
     if target_layers(saved) is not None and target_layers(args) is None:
         raise ValueError(f"{folder} holds a draft, without an embedding and a head: load that of a whole model.")
@@ -230,6 +260,7 @@ def check_before_loading(args) -> None:
     _say_what_changes(args, saved, folder)
     if not fine_tunes:
         args.dllm_state = dict(getattr(saved, "dllm_state", {}))
+        args.dllm_bad_steps = list(getattr(saved, "dllm_bad_steps", []))
 
 
 def _check_draft(args, saved: Namespace, folder: str) -> None:

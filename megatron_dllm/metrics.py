@@ -12,9 +12,17 @@ class LossByBin:
     def __init__(self, title: str, labels: list[str]):
         self.title, self.labels = title, labels
         self._totals: torch.Tensor | None = None  # [2, bins]: Σ nll, count
+        self._kept: torch.Tensor | None = None
 
     def reset(self) -> None:
         self._totals = None
+
+    def keep(self) -> None:
+        """For `restore`: what was added since then shall not count."""
+        self._kept = None if self._totals is None else self._totals.clone()
+
+    def restore(self) -> None:
+        self._totals = self._kept
 
     def add(self, nll_N: torch.Tensor, bins_N: torch.Tensor) -> None:
         """Add scored rows: nll in nats (not weighted), and the bin of each; a bin too high is the last one."""
@@ -50,6 +58,14 @@ class LossCurves:
     def reset(self) -> None:
         self.by_level.reset()
         self.by_place.reset()
+
+    def keep(self) -> None:
+        self.by_level.keep()
+        self.by_place.keep()
+
+    def restore(self) -> None:
+        self.by_level.restore()
+        self.by_place.restore()
 
     def add(self, nll_N: torch.Tensor, levels_N: torch.Tensor | None, offsets_N: torch.Tensor | None) -> None:
         """Scored rows of one term: nll in nats (not weighted), levels in [0, 1], offsets from 0."""

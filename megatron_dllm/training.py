@@ -16,10 +16,10 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training import training as megatron_training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.async_utils import maybe_finalize_async_save
 from megatron.training.utils import is_last_rank, print_rank_last
 
 from megatron_dllm import exit_signal, fixes
-from megatron_dllm.conversion.background import Exporter
 from megatron_dllm.conversion.source import Source, load_into
 from megatron_dllm.data.datasets import Datasets
 from megatron_dllm.data.stream import StepStream, build_stream
@@ -36,10 +36,14 @@ from megatron_dllm.models.weights import is_gemma, target_layers
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import LossTerm
 from megatron_dllm.parallel import RankBatch
+from megatron_dllm.resilience import saving, stragglers
+from megatron_dllm.resilience.bad_steps import BadStep, Guard
+from megatron_dllm.resilience.run import LongRun
 from megatron_dllm.self_conditioning import with_first_pass
 
 loss_curves = LossCurves()
-exporter = Exporter()
+long_run = LongRun()
+guard = Guard(loss_curves)
 term_weights: dict[str, float] = {}  # of the last micro-batch's loss terms
 
 
@@ -118,10 +122,13 @@ def forward_step(iterator, model):
     """One micro-batch through this stage. Returns its output and the function that makes the loss of it."""
     args = get_args()
     mode = get_mode(args.dllm_mode)
+    long_run.alive()
     batch: RankBatch = next(iterator).to(torch.cuda.current_device())
 
     def score(view: ScoreView) -> list[LossTerm]:
         terms = mode.loss(view, args)
+        if training and args.dllm_guard:
+            guard.note(batch.index, sum(term.weight * term.sum.detach() for term in terms), view)
         for name, nll in view.nll.items() if training else ():
             loss_curves.add(nll, batch.terms[name].levels_N, batch.terms[name].offsets_N)
         if (measure := getattr(mode, "measure", None)) is not None:
@@ -158,7 +165,8 @@ def loss_function(batch: RankBatch, training: bool, measures: dict, terms: list[
             report[f"{term.name} loss"] = torch.stack([value / denominator, value.new_tensor(share)])
         else:  # one quotient over all evaluated tokens, rather than the mean of the evaluation steps' quotients
             report[f"{term.name} loss"] = torch.stack([value, value.new_tensor(batch.counts[term.counted] / cp)])
-    _check(total.detach())
+    if not (training and args.dllm_guard):
+        _check(total.detach())
     if training:
         report = {"loss": torch.stack([total.detach(), total.new_tensor(share)]), **report}
         for name, count in batch.tokens.items():
@@ -170,9 +178,10 @@ def loss_function(batch: RankBatch, training: bool, measures: dict, terms: list[
 
 
 def _check(loss: torch.Tensor) -> None:
-    """Megatron's NaN and spike checks, which live in its own GPT loss function."""
+    """Megatron's checks, which live in its own GPT loss function: of evaluations, and of steps that are not ours to
+    judge (resilience.bad_steps)."""
     args, rerun = get_args(), get_rerun_state_machine()
-    if args.check_for_nan_in_loss_and_grad:
+    if args.check_for_nan_in_loss_and_grad or args.dllm_guard:
         rerun.validate_result(
             loss, rejection_func=torch.isnan, message="found NaN in the local loss", tolerance=0.0, fatal=True
         )
@@ -191,34 +200,37 @@ class _Hooks:
         self.train_step = megatron_training.train_step
         self.training_log = megatron_training.training_log
         self.megatron_evaluate = megatron_training.evaluate
-        self.megatron_save = megatron_training.save_checkpoint
+        self.save = functools.partial(long_run.save, megatron_training.save_checkpoint)
         self.seconds = 0.0
         self.steps_verified = 0
         self.model = self.datasets = None
 
-    def step(self, forward_step_func, data_iterator, *args, **kwargs):
+    def step(self, forward_step_func, data_iterator, *args, iteration: int, **kwargs):
         if self.steps_verified < get_args().dllm_verify_peers:
             first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
             stream = first.iterable
             if isinstance(stream, StepStream):
                 stream.verify_peers()
             self.steps_verified += 1
-        self.model = args[0]
+        self.model, optimizer, *_ = args
+        if get_args().dllm_guard:
+            guard.begin(iteration + 1, self.model, optimizer)
+        long_run.step_begins()
         start = time.perf_counter()
-        result = self.train_step(forward_step_func, data_iterator, *args, **kwargs)
+        try:
+            result = self.train_step(forward_step_func, data_iterator, *args, iteration=iteration, **kwargs)
+        except BadStep:  # on every rank; what is still being saved is of good steps
+            maybe_finalize_async_save(blocking=True)
+            raise
         self.seconds = time.perf_counter() - start  # the optimizer step has synchronised the device
-        _learn_from_step(result[0])
-        return result
-
-    def save(self, iteration, *args, **kwargs):
-        result = self.megatron_save(iteration, *args, **kwargs)
-        every = get_args().save_hf_interval
-        if every and iteration % every == 0 and torch.distributed.get_rank() == 0:
-            exporter.start(get_args().save, iteration)
+        if not guard.skipped:
+            _learn_from_step(result[0])
+        long_run.step_ended(iteration + 1, result[0], self.seconds)
         return result
 
     def evaluate(self, *args, **kwargs):
         """Adds the weighted sum of the terms, each of which is a quotient over all evaluated tokens."""
+        long_run.alive("evaluating")
         result = self.megatron_evaluate(*args, **kwargs)
         if result[0]:
             values = {name: result[0][f"{name} loss"] for name in term_weights}
@@ -237,6 +249,7 @@ class _Hooks:
         result = self.training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if iteration % get_args().log_interval == 0:
             self._log_curves(iteration)
+            long_run.report_stragglers()
         every = get_args().dflash_eval_interval
         if every and iteration % every == 0:
             self._log_acceptance(iteration)
@@ -289,6 +302,8 @@ def _learn_from_step(report: dict) -> None:
 def install() -> _Hooks:
     """Repairs of Megatron and our hooks; once per process."""
     fixes.install()
+    saving.install()
+    stragglers.install()
     exit_signal.install()
     if not torch.cuda.is_available():
         from megatron_dllm import cpu
@@ -299,6 +314,7 @@ def install() -> _Hooks:
     megatron_training.training_log = hooks.log
     megatron_training.evaluate = hooks.evaluate
     megatron_training.save_checkpoint = hooks.save
+    megatron_training.dummy_train_step = long_run.leave_out_step
     megatron_training.get_forward_backward_func = with_first_pass(megatron_training.get_forward_backward_func)
     return hooks
 
@@ -313,10 +329,16 @@ def pretrain(args, datasets: Datasets, store=None) -> None:
         exit_signal.hold(args.exit_signal)
     if datasets.valid is None and datasets.test is None:
         args.eval_iters = 0  # nothing to evaluate on: Megatron would ask for samples all the same
+    long_run.start(args)
     try:
         _pretrain(args, datasets, store)
+        long_run.stop()
+    except BaseException as error:  # a SystemExit may be the regular end
+        long_run.stop(error)
+        raise
     finally:
-        exporter.wait()
+        guard.reset()  # it holds the optimizer
+        long_run.exporter.wait()
 
 
 def _pretrain(args, datasets: Datasets, store) -> None:

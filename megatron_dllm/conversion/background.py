@@ -19,6 +19,12 @@ class Exporter:
 
     def __init__(self):
         self._running: tuple[str, subprocess.Popen, object] | None = None
+        self._iteration: int | None = None
+
+    @property
+    def reads(self) -> int | None:
+        """The iteration whose checkpoint is being read, if any."""
+        return self._iteration if self._running is not None and self._running[1].poll() is None else None
 
     def start(self, run: str, iteration: int) -> None:
         """Export run/iter_<iteration> to run/hf_<iteration>, after the one that may still be running."""
@@ -30,7 +36,7 @@ class Exporter:
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (`wait` closes it)
         command = [sys.executable, "-m", "megatron_dllm.conversion.background", run, str(iteration), folder]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log)
-        self._running = (folder, process, log)
+        self._running, self._iteration = (folder, process, log), iteration
 
     def wait(self) -> None:
         """Until nothing is running. Raises RuntimeError if an export has failed."""

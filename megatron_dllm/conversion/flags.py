@@ -44,5 +44,3 @@ def check_conversion(args, given: set[str]) -> None:
             f"--save-hf-interval {args.save_hf_interval} converts checkpoints of this run: give --save and a multiple "
             "of --save-interval."
         )
-    if args.async_save:
-        raise ValueError("--save-hf-interval reads checkpoints that --async-save may not have finished: remove one.")

@@ -26,11 +26,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import unwrap_model
-from megatron.training import get_args
+from megatron.training import async_utils, get_args
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_dllm.arguments import parse_arguments
@@ -60,11 +61,13 @@ class Observation:
     @contextlib.contextmanager
     def watching(self):
         names = "train_step evaluate finalize_model_grads setup_model_and_optimizer".split()
+        write = FileSystemWriterAsync.write_preloaded_data
         originals = {name: getattr(training, name) for name in names}
         collate = Collate.__call__
         head = ScoreView._head
         Collate.__call__ = lambda this, samples: self.note_noise(samples) or self.note_rows(collate(this, samples))
         ScoreView._head = lambda view, term, **options: self.note_nll(view, term, head(view, term, **options))
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(functools.partial(self.write, write))
         for name in names:
             setattr(training, name, functools.partial(getattr(self, name), originals[name]))
         try:
@@ -72,6 +75,7 @@ class Observation:
         finally:
             Collate.__call__ = collate
             ScoreView._head = head
+            FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
             for name, original in originals.items():
                 setattr(training, name, original)
 
@@ -97,7 +101,11 @@ class Observation:
             self.result["noise"].setdefault(str(c.sample.index), digest)
 
     def note_rows(self, batch):
-        """Which (sample, place in the model input) each scored row is; optionally, other padding."""
+        """Which (sample, place in the model input) each scored row is; optionally, other padding, or a bad sample."""
+        if self.case.get("poison_sample") in batch.index:
+            for term in batch.terms.values():
+                of_sample_N = term.rows_N % len(batch.index) == batch.index.index(self.case["poison_sample"])
+                term.weights_N = term.weights_N.masked_fill(of_sample_N, float("nan"))
         if self.case.get("change_padding") and batch.attributes_BQA is not None:
             n = batch.tokens_BQ.shape[1]
             start = n * mpu.get_context_parallel_rank()
@@ -129,11 +137,12 @@ class Observation:
         self.result["indices"].append([batch.index for batch in stream.queue])
         _model, optimizer, *_ = args
         self.result["rates"].append(optimizer.param_groups[0]["lr"])
-        out = original(forward_step, iterator, *args, **kwargs)
+        slow = self.case.get("slow_rank") == dist.get_rank()
+        out = original(slowly(forward_step) if slow else forward_step, iterator, *args, **kwargs)
         if out[0]:
             self.result["losses"].append(out[0]["loss"].item())
             self.result["reports"].append({k: v.item() for k, v in out[0].items()})
-        self.result["grad_norms"].append(float(out[5]))
+        self.result["grad_norms"].append(None if out[5] is None else float(out[5]))  # None: a step that was left out
         return out
 
     def evaluate(self, original, *args, **kwargs):
@@ -151,8 +160,18 @@ class Observation:
             torch.save(naive_gradients(unwrap_model(out[0][0]), self.case["datasets"]), self.case["save_reference"])
         return out
 
+    def write(self, original, *args, **kwargs):
+        time.sleep(self.case.get("slow_write", 0))
+        if self.case.get("fail_to_write") == dist.get_rank():
+            raise OSError("no space left on the device")
+        return original(*args, **kwargs)
+
     def finalize_model_grads(self, original, models, *args, **kwargs):
         original(models, *args, **kwargs)
+        iteration, rank = self.case.get("poison_gradient", (None, None))
+        if len(self.result["grad_norms"]) + 1 == iteration and dist.get_rank() == rank:
+            for buffer in models[0].buffers:
+                buffer.grad_data[:] = float("inf")
         path = self.case.get("reference")
         if path is None or "grad_error" in self.result:
             return
@@ -176,6 +195,14 @@ class Observation:
         worst = torch.tensor([worst])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         self.result["grad_error"] = worst.item()
+
+
+def slowly(forward_step):
+    def forward_step_of_a_bad_processor(*args):
+        time.sleep(0.05)
+        return forward_step(*args)
+
+    return forward_step_of_a_bad_processor
 
 
 def naive_gradients(model, datasets) -> dict:
@@ -222,6 +249,7 @@ def run(case: dict, store) -> dict:
 
 def clean_up() -> None:
     training.destroy_global_state()
+    async_utils._async_calls_queue = None  # what a failed case had not finished
     destroy_moe_metrics_tracker()  # it remembers process groups
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -147,6 +147,21 @@ FLAGS = {
     "--load /no/such/run": "/no/such/run holds no checkpoint",
     "--save /tmp/never": "--save needs --save-interval",
     "--data-path /also/text": "give one kind of training data",
+    "--save-retain 2": "--save-retain keeps checkpoints of this run: give --save",
+    "--save /tmp/never --save-interval 1 --save-retain 0": "--save-retain 0 is too small: it must be at least 1",
+    "--save /tmp/never --save-interval 2 --save-retain-interval 3": "Megatron refuses this combination of flags",
+    "--async-save": "--async-save needs --save",
+    "--save /tmp/never --save-interval 1 --async-save --async-strategy nvrx": "use mcore",
+    "--dllm-skip-bad-steps -1": "--dllm-skip-bad-steps -1 is too small",
+    "--dllm-skip-bad-steps 1 --no-check-for-nan-in-loss-and-grad": "has no effect with --no-check-for-nan",
+    "--dllm-skip-bad-steps 1 --rerun-mode validate_results": "has no effect with --rerun-mode: remove one",
+    "--dllm-skip-bad-steps 1 --fp16": "has no effect with fp16 and its loss scaling, which skips by itself",
+    "--iterations-to-skip 0 5": "--iterations-to-skip counts iterations from 1",
+    "--dllm-straggler-report 0.5": "--dllm-straggler-report 0.5 is out of range: give 1 or more",
+    "--log-straggler": "use --dllm-straggler-report",
+    "--heartbeat-file /no/such/folder/alive.json": "is not a file in a folder that can be written to",
+    "--heartbeat-interval 5": "how often --heartbeat-file is written: give that too",
+    "--hang-dump-seconds 0": "--hang-dump-seconds 0.0 is out of range: give more than 0",
 }
 
 

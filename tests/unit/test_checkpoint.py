@@ -10,7 +10,7 @@ from megatron_dllm import checkpoint
 def arguments(**changes) -> Namespace:
     usual = dict(
         load="runs/a", save="runs/a", ckpt_step=None, finetune=False, num_attention_heads=6, vocab_size=8,
-        num_query_groups=1, group_query_attention=False, init_from_hf=False,
+        num_query_groups=1, group_query_attention=False, init_from_hf=False, verify_integrity=False,
     )  # fmt: skip
     optimizer = dict(
         no_load_optim=False, use_distributed_optimizer=False, override_opt_param_scheduler=True, bf16=False, fp16=False,
