@@ -111,8 +111,8 @@ class Source:
 
 
 def load_into(model: torch.nn.Module, source: Source, seed: int) -> None:
-    """Fill this rank's part of a model but adapters, reading only what it holds. Vocabulary rows that the folder lacks are drawn
-    (see models/init.py); padding rows are zero."""
+    """Fill this rank's part of a model but adapters, reading only what it holds. Vocabulary rows that the folder lacks
+    are drawn (see models/init.py); padding rows are zero."""
     weights = dict(model.named_parameters())
     weights |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(STORED_BUFFERS)}
     with torch.no_grad():

@@ -16,13 +16,13 @@ target stay zero.
 A and B are parameters of Megatron's layer itself, `...linear_qkv.lora_A` and `.lora_B`: hooks on the layer (the
 distributed optimizer's overlapped parameter gather) see them.
 
-Tensor parallelism. Column-parallel layers have B's rows cut and A whole, row-parallel ones A's columns cut and B whole; what
-crosses ranks is r wide. Under sequence parallelism the whole matrix meets a shard of the rows, and Megatron adds up its
-gradient (`sequence_parallel`). Experts' tokens are exchanged by the dispatcher, outside of the layers, so that there
-the whole matrix has a partial gradient on each expert-tensor-parallel rank, which is summed as it is made.
+Tensor parallelism. Column-parallel layers have B's rows cut and A whole, row-parallel ones A's columns cut and B whole;
+what crosses ranks is r wide. Under sequence parallelism the whole matrix meets a shard of the sequence, and Megatron adds
+up its gradient (`sequence_parallel`). Experts' tokens are exchanged by the dispatcher, outside of the layers: there the
+whole matrix has a partial gradient on each expert-tensor-parallel rank, which is summed as it is made.
 
 Dropout belongs to the layer's input, one mask for all parts, drawn as Megatron draws its own: from the state that
-tensor-parallel ranks share where they hold the same input, else from one of the rank's own. So it depends on the layout.
+tensor-parallel ranks share where they hold the same input, else from the rank's own. So it depends on the layout.
 """
 
 from argparse import Namespace
@@ -93,16 +93,14 @@ def layer_of(weight: str) -> str | None:
 
 
 def part_of_rows(weight: str, rows: int, args: Namespace) -> torch.Tensor:
-    """[rows] int64: of each row of a whole weight (a local name), which of its layer's parts it belongs to."""
-    kind = layer_of(weight)
-    if len(available(args)[kind]) == 1:
-        return torch.zeros(rows, dtype=torch.long)
-    if kind == "linear_fc1":
-        return torch.arange(2).repeat_interleave(rows // 2)
-    groups, d, shared = attention_shape(args, int(weight.split("layers.")[1].split(".")[0]))
-    queries = args.num_attention_heads // groups * d
-    sizes = torch.tensor([queries, d] if shared else [queries, d, d])
-    return torch.arange(len(sizes)).repeat_interleave(sizes).repeat(groups)
+    """[rows] int64, CPU: of each row of a whole weight (a local name), which of its layer's parts it belongs to."""
+    kind, repeats = layer_of(weight), 1
+    sizes = [rows // len(available(args)[kind])] * len(available(args)[kind])
+    if kind == "linear_qkv":
+        repeats, d, shared = attention_shape(args, int(weight.split("layers.")[1].split(".")[0]))
+        sizes = [args.num_attention_heads // repeats * d, d] + ([] if shared else [d])
+    parts = [part for part, size in enumerate(sizes) for _ in range(size)]
+    return torch.tensor(parts, device="cpu").repeat(repeats)
 
 
 def targets_of(weight: str, args: Namespace) -> list[int]:
@@ -113,9 +111,9 @@ def targets_of(weight: str, args: Namespace) -> list[int]:
 
 
 def choices(weight: str, rows: int, args: Namespace) -> torch.Tensor:
-    """[rows, T] fp32, 1 where a row of a whole weight belongs to a target."""
+    """[rows, T] fp32, CPU: 1 where a row of a whole weight belongs to a target."""
     part = part_of_rows(weight, rows, args)
-    return (part[:, None] == torch.tensor(targets_of(weight, args))).float()
+    return (part[:, None] == torch.tensor(targets_of(weight, args), device="cpu")).float()
 
 
 def wide(B_Or: torch.Tensor, choices_OT: torch.Tensor) -> torch.Tensor:
