@@ -17,9 +17,9 @@ A and B are parameters of Megatron's layer itself, `...linear_qkv.lora_A` and `.
 distributed optimizer's overlapped parameter gather) see them.
 
 Tensor parallelism. Column-parallel layers have B's rows cut and A whole, row-parallel ones A's columns cut and B whole;
-what crosses ranks is r wide. Under sequence parallelism the whole matrix meets a shard of the sequence, and Megatron adds
-up its gradient (`sequence_parallel`). Experts' tokens are exchanged by the dispatcher, outside of the layers: there the
-whole matrix has a partial gradient on each expert-tensor-parallel rank, which is summed as it is made.
+what crosses ranks is r wide. Under sequence parallelism the whole matrix meets a shard of the sequence, and Megatron
+adds up its gradient (`sequence_parallel`). Experts' tokens are exchanged by the dispatcher, outside of the layers:
+there the whole matrix has a partial gradient on each expert-tensor-parallel rank, which is summed as it is made.
 
 Dropout belongs to the layer's input, one mask for all parts, drawn as Megatron draws its own: from the state that
 tensor-parallel ranks share where they hold the same input, else from the rank's own. So it depends on the layout.
