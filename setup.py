@@ -21,7 +21,7 @@ setup(
         "psutil",  # megatron.core's checkpoint writer
     ],
     extras_require={
-        "test": ["pytest", "hypothesis", "ruff"],
+        "test": ["pytest", "hypothesis", "ruff", "peft>=0.21"],  # peft: loads the adapters that we write
         # for tests/real: what transformers reads GGUF with, and its server
         "real": ["accelerate", "gguf", "transformers[serving]"],
         "regenerate": ["httpx2>=2"],  # transformers brings it already, for as long as it needs it itself
