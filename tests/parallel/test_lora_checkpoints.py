@@ -27,6 +27,7 @@ RUNS = {
     "glm4_moe": (2, f"{MIXTURE_OF_EXPERTS['PP2'][1]} --dllm-mask-token-id 2"),
 }
 
+few = lambda *names: [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 WITH_EXPERTS = ("qwen3_moe", "llada2", "glm4_moe")
 
 
@@ -76,7 +77,7 @@ def reloaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", few("dream", "qwen3_moe", "llada2"))
 def test_weights_stay_and_merging_adds_what_the_adapter_says(converter, trained, tmp_path, name):
     """W + (alpha / r) B A of every module, from the files alone, in the words of the family's own folder."""
     path, run, _ = trained(name)
@@ -121,7 +122,7 @@ def of_module(adapter: dict, key: str) -> torch.Tensor:
     return {"down_proj": product, "gate_proj": product[:half], "up_proj": product[half:]}[leaf]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", few("dream", "qwen3_moe", "glm4_moe"))
 def test_peft_computes_the_same(converter, trained, tmp_path, name):
     peft = pytest.importorskip("peft")
     _, run, _ = trained(name)
@@ -141,7 +142,7 @@ def test_peft_computes_the_same(converter, trained, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "layout", "more"),
     (
-        ("nemotron", LAYOUTS["PP2"], ""),
+        pytest.param("nemotron", LAYOUTS["PP2"], "", marks=pytest.mark.slow),
         ("nemotron", (2, ""), "--use-distributed-optimizer"),
         ("qwen3_moe", TP2_EP2, ""),
     ),
@@ -230,6 +231,7 @@ def test_what_has_no_adapter_or_no_form_is_refused(converter, pool, command, hf_
     assert tensors(merged).keys() == tensors(hf_folder("llada2 merged")[0]).keys()
 
 
+@pytest.mark.slow
 def test_every_few_steps_a_folder_of_merged_weights(pool, command, tmp_path):
     path, argv = command("dream")
     pool.run([*argv, "--save", tmp_path / "run", "--save-interval", 2, "--save-hf-interval", 2])
