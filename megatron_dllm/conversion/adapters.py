@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -190,7 +191,7 @@ def _add_module(peft: _Peft, key: str, pieces: list[Rows], found: Adapter, packe
     if packed and leaf in ("gate_proj", "up_proj", "down_proj"):
         peft.parameters.add(f"{leaf}.weight")
     else:
-        peft.modules.add(leaf)
+        peft.modules.add(module)
     peft.note_rank(leaf, len(columns))
     peft.add(module, found.A[columns], matrix_B)
 
@@ -207,6 +208,14 @@ def _add_experts(peft: _Peft, parameter: str, experts: dict) -> None:
     peft.add(container + (".base_layer" if inner else ""), matrix_A, matrix_B)
 
 
+def _names(modules: set[str], keys: Iterable[str]) -> list[str]:
+    """What PEFT, which looks at how names end, is to be told for just these: the last word where all that end in it are
+    meant, else (LLaDA's ff_out is a layer's and the head) each one's whole name."""
+    last = lambda module: module.rpartition(".")[2]
+    others = {last(module) for key in keys if (module := key.removesuffix(".weight")) not in modules}
+    return sorted({module if last(module) in others else last(module) for module in modules})
+
+
 def _config(planned, peft: _Peft, packed: bool) -> dict:
     args = planned.args
     scale = peft.alpha / peft.r
@@ -217,7 +226,7 @@ def _config(planned, peft: _Peft, packed: bool) -> dict:
         r=peft.r,
         lora_alpha=peft.alpha,
         lora_dropout=0.0 if packed else args.lora_dropout,  # PEFT has none for parameters
-        target_modules=sorted(peft.modules),
+        target_modules=_names(peft.modules, planned.mapping.hf),
         target_parameters=sorted(peft.parameters) or None,
         rank_pattern=peft.ranks,
         alpha_pattern={name: scale * rank for name, rank in peft.ranks.items()},

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_dllm.models import target
 from tests.hf_models import make
 from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS, close
 from tests.parallel.hf import TRAIN
@@ -22,13 +23,15 @@ LORA = ("--lora-rank", "3", "--lora-alpha", "6", "--lr", "0.1")
 RUNS = {
     "dream": (1, "--lora-targets q_proj v_proj gate_proj"),
     "nemotron": LAYOUTS["TP2 SP"],
+    "llada": LAYOUTS["PP2 VPP2"],
+    "llada_moe": MIXTURE_OF_EXPERTS["CP2 EP2"],
     "qwen3_moe": MIXTURE_OF_EXPERTS["DP2 EP2"],  # four experts on two ranks, see `command`
     "llada2": TP2_EP2,
     "glm4_moe": (2, f"{MIXTURE_OF_EXPERTS['PP2'][1]} --dllm-mask-token-id 2"),
 }
 
 few = lambda *names: [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
-WITH_EXPERTS = ("qwen3_moe", "llada2", "glm4_moe")
+WITH_EXPERTS = ("qwen3_moe", "llada2", "glm4_moe", "llada_moe")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +80,7 @@ def reloaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("name", few("dream", "qwen3_moe", "llada2"))
+@pytest.mark.parametrize("name", few("dream", "llada", "qwen3_moe", "llada2"))
 def test_weights_stay_and_merging_adds_what_the_adapter_says(converter, trained, tmp_path, name):
     """W + (alpha / r) B A of every module, from the files alone, in the words of the family's own folder."""
     path, run, _ = trained(name)
@@ -94,7 +97,9 @@ def test_weights_stay_and_merging_adds_what_the_adapter_says(converter, trained,
         delta = 2.0 * of_module(adapter, key)
         error = (merged[key] - base[key] - delta).abs().max()
         assert error < 1e-6 * max(1.0, delta.abs().max()), key
-    words = ("norm", "embed", "lm_head", "mlp.gate.", "bias", "head.weight")
+    words = ("norm", "embed", "lm_head", "mlp.gate.", "bias", "head.weight", "wte", "ln_f", "transformer.ff_out")
+    matched = lambda key: any(key.removesuffix(".weight").endswith(f".{target}") for target in config["target_modules"])
+    assert not any(matched(key) and any(word in key for word in words) for key in base)
     if name == "dream":
         assert len(changed) == 4 * 3
     else:
@@ -182,6 +187,9 @@ def test_adapters_begin_on_converted_and_on_trained_weights(pool, converter, com
     converted = pool.run([*argv, *flags.split(), "--save", tmp_path / "run", "--save-interval", 2], processes)[-1]
     assert close(converted["losses"], direct["losses"]) and close(converted["grad_norms"], direct["grad_norms"])
     # its checkpoint has them
+    converter.run("export", "--load", tmp_path / "run", "--save", tmp_path / "merged")
+    before, merged = tensors(path), tensors(tmp_path / "merged")
+    assert len([key for key in before if not torch.equal(before[key], merged[key])]) == 4 * 7
     again = pool.run([*argv[:-1], tmp_path / "run", "--finetune"])[0]
     assert not close(again["losses"][0], direct["losses"][0], 1e-3)
     full = [*hf_command("dream"), "--init-from-hf", "--save", tmp_path / "full", "--save-interval", 2]
@@ -213,6 +221,8 @@ def test_other_adapters_are_refused(pool, hf_command, trained, changes, why):
 def test_what_has_no_adapter_or_no_form_is_refused(converter, pool, command, hf_command, hf_folder, trained, tmp_path):
     export = ("export", "--save", tmp_path / "out", "--lora", "adapter", "--load")
     path, run, _ = trained("dream")
+    with pytest.raises(ValueError, match="holds adapters beside its weights: export the run"):
+        target.describe(str(run))
     other = shutil.copytree(path, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     weights["model.layers.2.mlp.down_proj.weight"][3, 1] += 1e-3

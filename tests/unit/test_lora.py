@@ -11,7 +11,7 @@ import torch
 from megatron_dllm.arguments import parse_arguments
 from megatron_dllm.models import lora
 from megatron_dllm.models.init import draw_adapters
-from megatron_dllm.models.lora_flags import check_adapters, described
+from megatron_dllm.models.lora_flags import check_adapters, check_lora, described
 from megatron_dllm.models.qwen3 import QWEN3
 from megatron_dllm.models.weights import Interleaved, Mapping, Stacked
 from tests.one_process import MOE, one_process, small_config, small_model
@@ -57,6 +57,12 @@ def test_refused(parsed, flags):
     with pytest.raises(ValueError) as error:
         parsed(flags)
     assert REFUSED[flags] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_drafts_have_none():
+    args = Namespace(lora_rank=4, lora_alpha=8.0, lora_dropout=0.0, dllm_mode="dflash")
+    with pytest.raises(ValueError, match="--lora-rank is for whole models"):
+        check_lora(args, {"lora_rank"})
 
 
 def test_dropout_of_experts_that_are_cut(parsed):
