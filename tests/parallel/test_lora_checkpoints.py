@@ -1,6 +1,7 @@
 """Adapters in checkpoints and in folders: the weights beside them stay as they were, a run goes on in another layout,
 and PEFT computes of what is exported what the run has trained."""
 
+import functools
 import json
 import shutil
 
@@ -30,7 +31,8 @@ RUNS = {
     "glm4_moe": (2, f"{MIXTURE_OF_EXPERTS['PP2'][1]} --dllm-mask-token-id 2"),
 }
 
-few = lambda *names: [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+few = lambda *names: [name if name in names else slow(name) for name in RUNS]
 WITH_EXPERTS = ("qwen3_moe", "llada2", "glm4_moe", "llada_moe")
 
 
@@ -144,17 +146,25 @@ def test_peft_computes_the_same(converter, trained, tmp_path, name):
     assert "30 tokens: equal." in said
 
 
+# embedding and head in stages of their own, which have nothing to train
+ENDS_ALONE = 4, "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|tt|tt|L"
+
+
 @pytest.mark.parametrize(
-    ("name", "layout", "more"),
+    ("name", "first", "layout", "more"),
     (
-        pytest.param("nemotron", LAYOUTS["PP2"], "", marks=pytest.mark.slow),
-        ("nemotron", (2, ""), "--use-distributed-optimizer"),
-        ("qwen3_moe", TP2_EP2, ""),
+        slow("nemotron", LAYOUTS["TP2 SP"], LAYOUTS["PP2"], ""),
+        ("nemotron", LAYOUTS["TP2 SP"], (2, ""), "--use-distributed-optimizer"),
+        ("qwen3_moe", RUNS["qwen3_moe"], TP2_EP2, ""),
+        slow("nemotron", ENDS_ALONE, LAYOUTS["TP2 SP"], "--use-distributed-optimizer"),
+        slow("nemotron", LAYOUTS["TP2 SP"], ENDS_ALONE, ""),
+        slow("nemotron", ENDS_ALONE, ENDS_ALONE, "--bf16"),
+        slow("nemotron", ENDS_ALONE, ENDS_ALONE, "--bf16 --use-distributed-optimizer"),
     ),
 )
-def test_a_run_goes_on_in_another_layout(pool, command, tmp_path, name, layout, more):
+def test_a_run_goes_on_in_another_layout(pool, command, tmp_path, name, first, layout, more):
     _, argv = command(name)
-    processes, flags = RUNS[name]
+    processes, flags = first
     argv = [*argv, *more.split(), "--lr", "1e-3", "--train-iters", 4, "--save-interval", 2, "--save", tmp_path]
     straight = pool.run([*argv, *flags.split()], processes)[-1]
     state = saved(tmp_path / "iter_0000004")
