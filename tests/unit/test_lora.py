@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_dllm.arguments import parse_arguments
+from megatron_dllm.conversion import adapters
 from megatron_dllm.models import lora
 from megatron_dllm.models.init import draw_adapters
 from megatron_dllm.models.lora_flags import check_adapters, check_lora, described
@@ -122,6 +123,14 @@ def test_rows_belong_to_the_modules_that_the_folder_makes_of_them(targets):
         chosen = [part for part, key in enumerate(names) if any(target in key for target in targets)]
         assert lora.targets_of(full, args) == chosen
         assert lora.choices(full, rows, args).tolist() == [[float(part == t) for t in chosen] for part in wanted]
+
+
+def test_peft_is_told_of_just_the_modules_that_have_adapters():
+    keys = [f"model.blocks.{layer}.{name}.weight" for layer in range(2) for name in ("q_proj", "ff_out", "attn_norm")]
+    adapted = {key.removesuffix(".weight") for key in keys if "norm" not in key}
+    assert adapters._names(adapted, keys) == ["ff_out", "q_proj"]
+    with_head = [*keys, "model.ff_out.weight"]
+    assert adapters._names(adapted, with_head) == ["model.blocks.0.ff_out", "model.blocks.1.ff_out", "q_proj"]
 
 
 def test_wide():
