@@ -25,7 +25,7 @@ DENSE = [
 EXPERTS = [
     *(("qwen3_moe", layout) for layout in "DP2 EP2|TP4 SP EP2 ETP2".split("|")),
     ("llada2", "TP2 SP EP2 ETP2"),  # with a shared one, after a dense layer
-    *(slow("qwen3_moe", layout) for layout in "TP2 SP ETP2|TP2 SP EP2 ETP1|CP2 EP2|DP2 EP2 PP2|recompute full".split("|")),
+    *(slow("qwen3_moe", layout) for layout in "TP2 SP ETP2|TP2 SP EP2 ETP1|CP2 EP2|DP2 EP2 PP2".split("|")),
     *(slow("llada2", layout) for layout in "DP2 EP2|TP4 SP EP2 ETP2|CP2".split("|")),
 ]
 OVERLAP = DISTRIBUTED_OPTIMIZER["DP2 overlap"][1]
