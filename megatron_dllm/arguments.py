@@ -19,6 +19,7 @@ from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_dllm.models import FAMILIES
 from megatron_dllm.models.attention import BACKENDS
 from megatron_dllm.models.gemma_flags import check_gemma
+from megatron_dllm.models.lora_flags import add_lora_arguments, check_lora
 from megatron_dllm.models.rope import parse_scaling
 from megatron_dllm.models.weights import GEMMA, target_layers
 from megatron_dllm.modes import MODES, get_mode
@@ -163,6 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Train what chooses experts; default: it stays as it is, as in the published recipe.",
     )
 
+    add_lora_arguments(parser)
     group = parser.add_argument_group("diffusion data")
     group.add_argument("--sft-data-path", nargs="+", default=None, help="Chat data: JSONL or parquet with `messages`.")
     group.add_argument("--sft-valid-data-path", nargs="+", default=None, help="Chat data for validation.")
@@ -308,6 +310,7 @@ def read_command_line(
     check_layout(args, mode)
     check_gemma(args, given)
     check_widths(args)
+    check_lora(args, given)
     tokenizer = build_tokenizer(args)
     resolve_vocabulary(args, tokenizer, mode)
     mode.validate(args)

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME, verify_
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from megatron_dllm import fixes
+from megatron_dllm.models.lora_flags import check_adapters
 from megatron_dllm.models.weights import target_layers
 from megatron_dllm.validation import mode_flags
 
@@ -246,6 +247,7 @@ def check_before_loading(args) -> None:
     if os.path.basename(os.path.normpath(folder)) == RELEASE and not args.finetune:
         args.finetune = True
         _note(args, f"{folder} holds converted weights: training starts from them at iteration 0.")
+    check_adapters(args, saved, folder)
     if not (args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False)):
         _check_optimizer(args, saved, folder)
         _check_schedule(args, saved, folder)

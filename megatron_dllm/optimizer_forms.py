@@ -23,6 +23,7 @@ from megatron.training import get_args
 
 _MASTERS, _MASTERS_DISTRIBUTED = "optimizer.state.fp32_param.", "optimizer.state.param."
 _PLAIN = "dllm_saved_without_distributed_optimizer"
+_STEP = "dllm_step"  # as said by all ranks: rank 0, which writes all that is not sharded, may have no parameters
 _LR = ("max_lr", "min_lr")
 # A parameter group continues the saved one that agrees in all of the first, and in most of the second.
 _SAME = [key for key in param_group_identifier_keys if key not in (*_LR, "is_expert_parallel")]
@@ -47,6 +48,8 @@ def install() -> None:
             parts = [state] if len(self.chained_optimizers) == 1 else [state[key] for key in sorted(state)]
             for optimizer, part in zip(self.chained_optimizers, parts, strict=True):
                 _request(optimizer, part, kwargs.get("metadata") or {})
+        else:
+            state[_STEP] = _steps_done(self.chained_optimizers)
         return state
 
     @functools.wraps(set_states)
@@ -75,6 +78,16 @@ def install() -> None:
     Float16OptimizerWithFloat16Params.sharded_state_dict = state_without_empty_lists
 
 
+def _steps_done(optimizers: list) -> float:
+    """How many steps any rank's optimizers have done. Collective."""
+    parts = [part.optimizer for part in optimizers if part.optimizer is not None]
+    steps = [float(state["step"]) for part in parts for state in part.state.values() if "step" in state]
+    steps += [float(group["step"]) for part in parts for group in part.param_groups if group.get("step") is not None]
+    most = torch.tensor(max(steps, default=0.0), device=torch.cuda.current_device())
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return most.item()
+
+
 def _request(optimizer, part: dict, metadata: dict) -> None:
     """Ask the checkpoint only for what it has, by the name that it has there; `part`: what `optimizer` would load."""
     if not isinstance(optimizer, DistributedOptimizer):
@@ -99,7 +112,8 @@ def _in_own_form(optimizers: list, state: dict) -> dict:
     levels = [level for part in saved for level in (part, part.get("optimizer", {}))]
     groups = [group for level in levels for group in level.get("param_groups", ())]
     # A stage without experts has saved step 0 for them, or none; all optimizers have done the same steps.
-    steps = [level["state"]["common_step"] for level in levels if "common_step" in level.get("state", {})]
+    steps = [alone.pop(_STEP)] if _STEP in alone else []
+    steps += [level["state"]["common_step"] for level in levels if "common_step" in level.get("state", {})]
     steps += [group["step"] for group in groups if group.get("step") is not None]
     step = max(map(float, steps), default=None)
     scalers = [part["grad_scaler"] for part in saved if "grad_scaler" in part]

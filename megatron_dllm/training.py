@@ -30,7 +30,8 @@ from megatron_dllm.models.draft import DraftModel
 from megatron_dllm.models.fp8_emulation import emulate_fp8
 from megatron_dllm.models.gemma import DiffusionGemma
 from megatron_dllm.models.gemma_layers import Shape
-from megatron_dllm.models.init import initialize
+from megatron_dllm.models.init import draw_adapters, initialize
+from megatron_dllm.models.lora import add_adapters, rank_of
 from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.models.weights import is_gemma, target_layers
 from megatron_dllm.modes import get_mode
@@ -86,10 +87,15 @@ def model_provider(
             model = DiffusionLM(config, share_embeddings_and_output_weights=tied, **common)
     if getattr(args, "dllm_emulate_fp8", None) is not None:  # checkpoints of before it know nothing of it
         emulate_fp8(model, args.dllm_emulate_fp8)
+    if rank_of(args) is not None:
+        add_adapters(model, args)
+        model.adapters_anew = getattr(args, "lora_anew", False)
     if draw_weights and args.init_from_hf:
         load_into(model, Source(args.hf_model, get_family(args.dllm_family), args), args.seed)
     elif draw_weights:
         initialize(model, args.seed)
+    if draw_weights and rank_of(args) is not None:
+        draw_adapters(model, args.seed)
     return model
 
 

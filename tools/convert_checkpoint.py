@@ -67,6 +67,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "default: the one the run began from")
     add("--export-as", default="auto", choices=("auto", "transformers", *FAMILIES), help="form to write; transformers: "
         "one that transformers has a class for, so that no code has to come with the folder")
+    add("--lora", choices=("merge", "adapter", "base"), help="of a run with adapters: merge them into the weights "
+        "(default), write them alone as PEFT does, beside the weights of --hf-model, or write the weights without them")
     add("--dtype", choices=_DTYPES, help="precision to write; default: as saved")
     add("--max-shard-size", type=shard_size, default="5GB", metavar="SIZE", help="default %(default)s")
     add = command("check", "Compare the logits (a draft's hidden states) of folder and checkpoint on a text, in fp32")
@@ -119,17 +121,33 @@ def export_folder(options: argparse.Namespace) -> None:
     import torch
 
     from megatron_dllm.conversion import exporting
+    from megatron_dllm.conversion.adapters import check_adapters_of, check_peft, write_peft
     from megatron_dllm.conversion.defaults import has_tokenizer, misread_tokenizer
 
     check_new_folder(options.save)
     with quiet():
-        planned = exporting.plan(options.load, options.ckpt_step, options.hf_model, options.export_as)
+        merge = options.lora in (None, "merge")
+        planned = exporting.plan(options.load, options.ckpt_step, options.hf_model, options.export_as, merge)
+        if options.lora is not None:
+            check_adapters_of(planned)
+        if options.lora == "adapter":
+            check_peft(planned)
         start = time.perf_counter()
+        dtype = None if options.dtype is None else getattr(torch, options.dtype)
+        if options.lora == "adapter":
+            done = write_peft(planned, exporting.open_checkpoint(planned), options.save, dtype)
+    if options.lora == "adapter":
+        print(
+            f"{planned.folder}: {done['tensors']} tensors, {done['bytes'] / 1e9:.2f} GB, "
+            f"{time.perf_counter() - start:.0f} s.\n{options.save} is an adapter of {planned.reference} for PEFT."
+        )
+        return
+    with quiet():
         done = exporting.run(
             planned,
             options.save,
             options.max_shard_size,
-            None if options.dtype is None else getattr(torch, options.dtype),
+            dtype,
             progress=lambda items: show(items, "weights"),
         )
     print(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dllm.checkpoint import RELEASE, TRACKER, iteration_folder
+from megatron_dllm.conversion.adapters import adapter
 from megatron_dllm.conversion.defaults import has_tokenizer
 from megatron_dllm.data.tokenizer import SENTENCEPIECE, build_tokenizer
 from megatron_dllm.generation.load import neutralise, saved_run
@@ -41,15 +42,18 @@ class Export:
     generation: dict
     reference: str | None
     carried: Folder | None = None  # its weights of parts that are not trained go along
+    merge: bool = True  # adapters into the weights; else they are left out
 
 
-def plan(path: str, step: int | None = None, reference: str | None = None, family: str = "auto") -> Export:
+def plan(
+    path: str, step: int | None = None, reference: str | None = None, family: str = "auto", merge: bool = True
+) -> Export:
     """Everything that can be wrong with an export, found before anything is written. Raises ValueError (one sentence).
 
     path: a run's folder, or that of an iteration. reference: a Hugging Face folder whose configuration, tokenizer and
     code go with the weights; default: the one that the run began from, if it is still there. family: the name of the
     form to write, "auto" (the reference's, else the run's own, else the first that can express the model) or
-    "transformers" (one that transformers has a class for).
+    "transformers" (one that transformers has a class for). merge: of a run with adapters, W + (alpha / r) B A, else W.
     """
     folder = iteration_folder(path, step)
     if folder is None or not os.path.isdir(folder):
@@ -88,7 +92,7 @@ def plan(path: str, step: int | None = None, reference: str | None = None, famil
     generation = {key: config[key] for key in _IDS if key in config} | _generation_config(reference)
     if "mask_token_id" in config:
         generation["mask_token_id"] = config["mask_token_id"]
-    return Export(folder, args, chosen, chosen.mapping(args, keys), config, generation, reference, carried)
+    return Export(folder, args, chosen, chosen.mapping(args, keys), config, generation, reference, carried, merge)
 
 
 def _ids_of_tokenizer(args: Namespace) -> dict:
@@ -203,14 +207,7 @@ def run(
 
     Returns {"tensors": ..., "bytes": ..., "files": ...}. Nothing is left behind if it fails.
     """
-    from megatron_dllm.conversion import torch_dist
-    from megatron_dllm.conversion.skeleton import skeleton
-
-    neutralise(planned.args)
-    planned.args.transformer_impl = "local"  # the same weights under the same names
-    model = skeleton(planned.args)
-    pieces, _ = torch_dist.pieces(model, _content_metadata(planned.folder))
-    reader = torch_dist.Reader(planned.folder, pieces)
+    reader = open_checkpoint(planned)
     mapping = planned.mapping
     stored = lambda name: reader.dtype(name) if dtype is None or name.endswith("expert_bias") else dtype
     tensors = {key: (shape, stored(mapping.places[key][0][0])) for key, shape in mapping.hf.items()}
@@ -222,7 +219,10 @@ def run(
     writer.start()
     try:
         for name, (shape, pieces) in progress(mapping.megatron.items()):
-            weight = reader.read(name, shape[0]).to(stored(name))
+            weight = reader.read(name, shape[0])
+            if planned.merge and (found := adapter(reader, planned.args, name, shape)) is not None:
+                weight = weight.float() + found.delta()
+            weight = weight.to(stored(name))
             row = 0
             for piece in pieces:
                 rows = weight[row : row + piece.stop - piece.start]
@@ -237,6 +237,17 @@ def run(
         writer.abandon()
         raise
     return dict(tensors=len(tensors), bytes=writer.total_bytes, files=len(writer.shards))
+
+
+def open_checkpoint(planned: Export):
+    """The planned checkpoint's weights, a torch_dist.Reader. Once per process."""
+    from megatron_dllm.conversion import torch_dist
+    from megatron_dllm.conversion.skeleton import skeleton
+
+    neutralise(planned.args)
+    planned.args.transformer_impl = "local"  # the same weights under the same names
+    pieces, _ = torch_dist.pieces(skeleton(planned.args), _content_metadata(planned.folder))
+    return torch_dist.Reader(planned.folder, pieces)
 
 
 def _content_metadata(folder: str) -> dict:

@@ -10,7 +10,7 @@ from megatron_dllm.models import get_family, recognise
 from megatron_dllm.models.family import Family
 from megatron_dllm.models.hf import Folder, read_config
 from megatron_dllm.models.init import draw_rows, global_name, held
-from megatron_dllm.models.weights import STORED_BUFFERS, VOCABULARY, local_name
+from megatron_dllm.models.weights import ADAPTER, STORED_BUFFERS, VOCABULARY, local_name
 
 # Buffers that old checkpoints carry and that follow from the configuration.
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -111,12 +111,14 @@ class Source:
 
 
 def load_into(model: torch.nn.Module, source: Source, seed: int) -> None:
-    """Fill this rank's part of a model, reading only what it holds. Vocabulary rows that the folder lacks are drawn
-    (see models/init.py); padding rows are zero."""
+    """Fill this rank's part of a model but adapters, reading only what it holds. Vocabulary rows that the folder lacks
+    are drawn (see models/init.py); padding rows are zero."""
     weights = dict(model.named_parameters())
     weights |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(STORED_BUFFERS)}
     with torch.no_grad():
         for name, weight in weights.items():
+            if name.endswith(ADAPTER):
+                continue
             full = local_name(global_name(model, name))
             runs, columns = held(model, name, weight)
             row = 0

@@ -58,6 +58,7 @@ _NEUTRAL = dict(
     exit_signal_handler_for_training=False,
     async_save=False,
     init_from_hf=False,
+    lora_anew=False,  # the checkpoint has its adapters, whatever it began from
     save_hf_interval=None,
     dflash_target=None,  # a draft is built alone
     dflash_features=None,  # of training samples

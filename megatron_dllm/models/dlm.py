@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from megatron_dllm.models.attention import RuleAttention
+from megatron_dllm.models.lora import is_adapter, leave_out
 from megatron_dllm.models.norms import HeadRMSNorm, RMSNorm
 from megatron_dllm.models.rope import angles, frequencies
 from megatron_dllm.models.scoring import Head, ScoreView
@@ -83,7 +84,10 @@ class DiffusionLM(LanguageModule):
 
     rule: the mode's `visible`; vocab_size: padded rows of the embedding (a multiple of the tensor-parallel
     size), true_vocab_size: those that are tokens; the rest never receives probability.
+    adapted: all but adapters is frozen (lora.py); adapters_anew: the checkpoint to be loaded has none.
     """
+
+    adapted = adapters_anew = False
 
     def __init__(
         self,
@@ -198,6 +202,9 @@ class DiffusionLM(LanguageModule):
             hidden = self.embed(tokens_BQ, position_ids_BQ, attributes_BQA, **soft)
             if self.fp8 and attributes_BQA is not None:
                 hidden = without_padding(hidden, own_rows(attributes_BQA, self.config, self.pg_collection))
+            if self.adapted and self.training and torch.is_grad_enabled() and not hidden.requires_grad:
+                # else layers that are recomputed would see nothing to differentiate, and their adapters not learn
+                hidden = hidden.requires_grad_().clone()
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=attributes_BQA,
@@ -247,4 +254,12 @@ class DiffusionLM(LanguageModule):
         """GPTModel's keys: it stores no extra state for the output layer."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)
+        if self.adapters_anew:
+            leave_out(state)
         return state
+
+    def load_state_dict(self, state_dict, strict=True, **options):
+        if self.adapters_anew:
+            state_dict = {key: value for key, value in self.state_dict().items() if is_adapter(key)} | state_dict
+            self.adapters_anew = False
+        return super().load_state_dict(state_dict, strict, **options)

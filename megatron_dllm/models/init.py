@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from megatron_dllm.models.weights import VOCABULARY, local_name
+from megatron_dllm.models.weights import ADAPTER, VOCABULARY, local_name
 from megatron_dllm.noise import hashed_seed
 
 _ROWS_AT_ONCE = 1024
@@ -70,9 +70,12 @@ def cut(model, name: str, parameter: torch.Tensor, full: torch.Tensor) -> torch.
 
 
 def initialize(model, seed: int) -> None:
-    """Draw every parameter of this rank's part of the model, in place. Norms and scales become 1, biases 0."""
+    """Draw every parameter of this rank's part of the model but adapters, in place. Norms and scales become 1, biases
+    0."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.endswith(ADAPTER):
+                continue
             if parameter.dim() == 1:
                 norm = "norm" in name and name.endswith("weight")
                 parameter.fill_(1.0 if norm or name.endswith("scale") else 0.0)
@@ -80,6 +83,16 @@ def initialize(model, seed: int) -> None:
             parameter.zero_()  # padding rows of the vocabulary stay so
             limit = model.true_vocab_size if name in VOCABULARY else None
             draw_rows(model, name, parameter, seed, limit=limit)
+
+
+def draw_adapters(model, seed: int) -> None:
+    """Draw the adapters of models/lora.py, in place: A uniform within 1 / sqrt(in), as PEFT does, B zero."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(ADAPTER[1]):
+                parameter.zero_()
+            elif name.endswith(ADAPTER[0]):
+                draw_rows(model, name, parameter, seed)
 
 
 def draw_rows(
@@ -98,7 +111,8 @@ def draw_rows(
         width *= _group(model, name).size()
     generator = torch.Generator()
     drawn = torch.empty(width, dtype=torch.float32)
-    base = hashed_seed(seed, "weights", local_name(full_name))
+    base, bound = hashed_seed(seed, "weights", local_name(full_name)), 1.0 / math.sqrt(width)
+    adapter = full_name.endswith(ADAPTER)
     place = 0
     for run in runs:
         wanted = range(max(first, run.start), run.stop if limit is None else min(limit, run.stop))
@@ -107,7 +121,11 @@ def draw_rows(
             block = torch.empty(len(rows), parameter.shape[1])
             for i, row in enumerate(rows):
                 generator.manual_seed(hashed_seed(base, row))
-                block[i] = drawn.normal_(0.0, std, generator=generator)[columns]
+                if adapter:
+                    drawn.uniform_(-bound, bound, generator=generator)
+                else:
+                    drawn.normal_(0.0, std, generator=generator)
+                block[i] = drawn[columns]
             at = place + start - run.start
             parameter[at : at + len(rows)] = block
         place += len(run)

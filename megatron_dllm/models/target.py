@@ -58,6 +58,11 @@ def describe(path: str, backend: str = MEGATRON, trust_remote_code: bool = False
     args = saved_run(checkpoint)
     if target_layers(args) is not None:
         raise ValueError(f"--dflash-target {path} holds a draft itself: name the model that it drafts for.")
+    if getattr(args, "lora_rank", None) is not None:
+        raise ValueError(
+            f"--dflash-target {path} holds adapters beside its weights: export the run, which merges them, and name "
+            "that folder."
+        )
     return Described(args, checkpoint=checkpoint)
 
 

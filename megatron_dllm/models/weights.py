@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 GEMMA = "diffusion_gemma"  # of --dllm-architecture
+ADAPTER = (".lora_A", ".lora_B")  # ends of the names of what models/lora.py adds
 STORED_BUFFERS = ("router.expert_bias", "layer_scalar")  # weights that no optimizer trains: ends of their names
 
 

@@ -34,17 +34,20 @@ from megatron.core.utils import unwrap_model
 from megatron.training import async_utils, get_args
 from megatron.training.argument_utils import ArgumentGroupFactory
 
+from megatron_dllm import training as dllm_training
 from megatron_dllm.arguments import parse_arguments
 from megatron_dllm.checkpoint import check_before_loading
 from megatron_dllm.conversion.source import check_source
 from megatron_dllm.data.datasets import build_datasets
 from megatron_dllm.data.stream import Collate, CorruptedSamples, Split
 from megatron_dllm.models import init as weights
+from megatron_dllm.models.lora import rank_of
 from megatron_dllm.models.scoring import ScoreView
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import CONTEXT, DOCUMENT, NUM_ATTRIBUTES, STREAM
 from megatron_dllm.parallel import rank_positions
 from megatron_dllm.training import install, pretrain
+from tests.parallel import lora
 from tests.parallel.naive import naive_logits, naive_loss
 
 SECONDS_PER_CASE = 75
@@ -64,7 +67,9 @@ class Observation:
         write = FileSystemWriterAsync.write_preloaded_data
         originals = {name: getattr(training, name) for name in names}
         collate = Collate.__call__
-        head = ScoreView._head
+        head, draw_adapters = ScoreView._head, dllm_training.draw_adapters
+        if self.case.get("stir_adapters"):
+            dllm_training.draw_adapters = lambda model, seed: (draw_adapters(model, seed), lora.stir(model, seed))
         Collate.__call__ = lambda this, samples: self.note_noise(samples) or self.note_rows(collate(this, samples))
         ScoreView._head = lambda view, term, **options: self.note_nll(view, term, head(view, term, **options))
         FileSystemWriterAsync.write_preloaded_data = staticmethod(functools.partial(self.write, write))
@@ -74,7 +79,7 @@ class Observation:
             yield
         finally:
             Collate.__call__ = collate
-            ScoreView._head = head
+            ScoreView._head, dllm_training.draw_adapters = head, draw_adapters
             FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
             for name, original in originals.items():
                 setattr(training, name, original)
@@ -143,6 +148,8 @@ class Observation:
             self.result["losses"].append(out[0]["loss"].item())
             self.result["reports"].append({k: v.item() for k, v in out[0].items()})
         self.result["grad_norms"].append(None if out[5] is None else float(out[5]))  # None: a step that was left out
+        if rank_of(get_args()) is not None:
+            self.result["optimizer_elements"] = lora.optimizer_elements(optimizer)
         return out
 
     def evaluate(self, original, *args, **kwargs):
@@ -172,6 +179,10 @@ class Observation:
         if len(self.result["grad_norms"]) + 1 == iteration and dist.get_rank() == rank:
             for buffer in models[0].buffers:
                 buffer.grad_data[:] = float("inf")
+        if self.case.get("note_whole_adapters"):
+            named = [pair for each in models for pair in unwrap_model(each).named_parameters() if "lora_" in pair[0]]
+            cut = lambda parameter: getattr(parameter, "tensor_model_parallel", False)
+            self.result["whole_adapters"] = {name: p.main_grad.sum().item() for name, p in named if not cut(p)}
         path = self.case.get("reference")
         if path is None or "grad_error" in self.result:
             return
@@ -213,7 +224,11 @@ def naive_gradients(model, datasets) -> dict:
     rows = [samples[i] for i in range(args.global_batch_size)]
     batch = Collate(args, 1, 0)(rows)
     teacher = teacher_logits(model, batch) if getattr(args, "dflash_kl_weight", 0) else None
-    loss = naive_loss(naive_logits(model, batch, args), rows, args, teacher)
+    loss_of = lambda: naive_loss(naive_logits(model, batch, args), rows, args, teacher)
+    if rank_of(args) is not None:
+        loss, gradients = lora.adapter_gradients(model, loss_of)
+        return dict(loss=loss.item(), gradients=gradients)
+    loss = loss_of()
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradients = torch.autograd.grad(loss, list(parameters.values()))
     names = [weights.global_name(model, name) for name in parameters]
