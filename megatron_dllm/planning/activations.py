@@ -69,7 +69,7 @@ class Kept:
         if split_keys or not value_is_own:
             kept += keys * qkv * e
         if net.qk_norm:
-            copied = layer.heads > layer.groups  # else a part of the product
+            copied = layer.heads > layer.groups >= tp  # else a part of the product
             kept += self.norm(T * h, d, output=False, source=copied)
             kept += self.norm(keys * g, d, output=False, source=False)
         if net.gemma:
@@ -151,6 +151,7 @@ class Kept:
         if first and net.features:
             context = self.micro.context
             kept += context * net.features * e + self.norm(context / self.layout.shards, D)
+            kept += (context + self.T) * (1 - 1 / self.layout.shards) * D * e  # shards are views of the whole
         return kept
 
     def head(self, scored: dict[str, float]) -> float:
@@ -174,6 +175,11 @@ class Kept:
             else:
                 total += micro.batch * Q / share * S * self.e
         return total * min(MASKS, microbatches)
+
+    def gathered(self) -> float:
+        """Megatron's one buffer for what sequence parallelism gathers before a product."""
+        lay = self.layout
+        return self.T * self.network.width * self.e if lay.sequence_parallel and lay.tensor > 1 else 0.0
 
     def kinds(self, rows: Rows) -> list[str]:
         layers = self.network.layers

@@ -25,10 +25,11 @@ _LOGGED_PAIRS = 2**17  # of each micro-batch that is trained on; 16 queries of a
 @dataclass(frozen=True)
 class Executed:
     """What is done although it is no part of the model. dense: attention multiplies all pairs, as under a dense mask;
-    context_queries: a draft's layers make queries of its context, and drop them."""
+    unused: queries that a draft's layers make of its context, and gradients that nobody needs (of a draft's features,
+    of a frozen router)."""
 
     dense: bool = False
-    context_queries: bool = False
+    unused: bool = False
 
 
 MODEL = Executed()
@@ -38,7 +39,7 @@ def layer_forward(network: Network, layer: Layer, rows: Rows, pairs: float, what
     """By part, of one layer's forward pass."""
     D, gates = network.width, network.gates
     # of its context a draft makes keys and values only
-    context = rows.context * (layer.qkv if what.context_queries else layer.qkv - layer.query)
+    context = rows.context * (layer.qkv if what.unused else layer.qkv - layer.query)
     parts = {
         "qkv and output": 2.0 * D * (rows.queries * (layer.qkv + layer.query) + context),
         "attention": 4.0 * layer.query * pairs,
@@ -62,13 +63,14 @@ def training_flops(network: Network, rows: Rows, args: Namespace, what: Executed
     parts: dict[str, float] = defaultdict(float)
     for layer in network.layers:
         for name, value in layer_forward(network, layer, rows, pairs_of(layer, rows, what.dense), what).items():
-            frozen = name == "router" and layer.count.frozen
+            frozen = name == "router" and layer.count.frozen and not what.unused
             parts[name] += value * (2 if frozen else TRAINED)
     if network.gemma:
         parts["self-conditioning"] += TRAINED * _self_conditioning(network, rows)
     parts["head"] += head_flops(network, rows, args)
     if network.target is not None:
-        parts["target's features"] += 2 * 2.0 * rows.context * network.features * network.width  # no input gradient
+        products = TRAINED if what.unused else 2  # features need no gradient
+        parts["target's features"] += products * 2.0 * rows.context * network.features * network.width
         parts["target"] += target_forward(network, rows, what)
     if rows.first is not None:
         parts["first pass"] += first_pass(network, rows, what)

@@ -165,7 +165,7 @@ def _working(network: Network, layout: Layout, kept: Kept, chunks: list[list[Lay
             again = max(again, kept.mlp(layer.dense, kept.T, layout.tensor))
     if count.split and network.target is None:
         largest = max(largest, network.vocabulary / layout.tensor * network.width)  # of the embedding
-    return again + (widest + largest) * layout.element
+    return again + (widest + largest) * layout.element + kept.gathered()
 
 
 def _reserve(layout: Layout, used: float) -> float:

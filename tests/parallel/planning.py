@@ -3,7 +3,6 @@
 Run by the pool's workers (`function="tests.parallel.planning:observe"`).
 """
 
-import os
 import sys
 
 import torch
@@ -15,7 +14,7 @@ from megatron.training import training as megatron_training
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatron_dllm.arguments import parse_arguments
 from megatron_dllm.data.datasets import build_datasets
@@ -75,7 +74,8 @@ class Watch:
                 return forward(*inputs, **options)
             held = [*model.parameters(), *model.buffers(), *(x for x in inputs if torch.is_tensor(x))]
             held += [p.main_grad for p in model.parameters() if hasattr(p, "main_grad")]
-            held += [x for x in (model.decoder.input_tensor,) if torch.is_tensor(x)]
+            received = model.decoder.input_tensor
+            held += [received] if torch.is_tensor(received) else []
             if (target := getattr(model, "target", None)) is not None:
                 held += [*target.model.parameters(), *target.model.buffers()]
             for term in (options.get("terms") or {}).values():
@@ -84,7 +84,12 @@ class Watch:
             alive = Alive(held)
             with alive:
                 result = forward(*inputs, **options)
-            self.found["kept"].append(alive.bytes())
+            kept = alive.bytes()
+            if torch.is_tensor(received) and not model.pre_process:
+                kept += received.nbytes
+            if torch.is_tensor(result):  # to be sent, and then dropped
+                kept -= result.nbytes
+            self.found["kept"].append(kept)
             self.found["flying"] += 1
             self.found["most_flying"] = max(self.found["most_flying"], self.found["flying"])
             return result
@@ -101,7 +106,7 @@ class Watch:
         return batch
 
     def step(self, original, *args, **kwargs):
-        counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
+        counter = FlopCounterMode(display=False, custom_mapping=MORE)
         with counter:
             result = original(*args, **kwargs)
         self.found["flops"] = counter.get_total_flops()
@@ -123,7 +128,12 @@ def _heads(shape, like):
 
 _sdpa = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _sdpa_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-ATTENTION = {_sdpa: lambda *a, out_shape=None, **k: _forward(*a), _sdpa_backward: lambda *a, out_shape=None, **k: _backward(*a)}
+# what torch's counter does not know: SDPA's kernel of a CPU, and sums of products in place
+MORE = {
+    _sdpa: lambda *a, out_shape=None, **k: _forward(*a),
+    _sdpa_backward: lambda *a, out_shape=None, **k: _backward(*a),
+    torch.ops.aten.addmm_: lambda *a, out_shape=None, **k: addmm_flop(*a),
+}
 
 
 def observe(case: dict, store) -> dict:
@@ -180,18 +190,18 @@ def planned(args, all_rows: list[Rows]) -> dict:
     stage = mpu.get_pipeline_model_parallel_rank()
     count = memory.stage_counts(network, args, layout)[stage]
     chunks = stages(network, args, layout)[stage]
-    kept = []
+    first, last = stage == 0, stage == layout.pipeline - 1
+    kept = []  # by micro-batch, all chunks together
     for rows in all_rows[: layout.microbatches]:
         rows = rows.scaled(1 / rows.samples)
         micro = Kept(network, layout, Micro.of(rows, layout))
-        first, last = stage == 0, stage == layout.pipeline - 1
-        bytes_ = sum(micro.chunk(chunk) for chunk in chunks) / layout.virtual
-        bytes_ += micro.ends(first, last) + micro.masks(rows, 1)
         share = layout.micro_batch / layout.context
+        bytes_ = sum(micro.chunk(chunk) for chunk in chunks) + micro.ends(first, last)
+        bytes_ += layout.virtual * micro.masks(rows, 1)  # each chunk reads the data itself
         bytes_ += micro.head({name: n * share for name, n in rows.scored.items()}) if last else 0.0
-        kept.append(bytes_)
+        kept.append(bytes_ + (0.0 if kept else micro.gathered()))
     state = memory.state_memory(count, args, layout)
-    executed = Executed(dense=True, context_queries=True)
+    executed = Executed(dense=True, unused=True)
     rows = sum(all_rows[1 : layout.microbatches], all_rows[0])
     flops = training_flops(network, rows, args, executed)
     return dict(
@@ -201,6 +211,6 @@ def planned(args, all_rows: list[Rows]) -> dict:
         gradients=state["gradients"],
         optimizer=state["optimizer"],
         flops=flops,
-        rows=[vars(r) | dict(first=r.first and vars(r.first)) for r in all_rows],
-        world=os.environ["WORLD_SIZE"],
+        microbatches=layout.microbatches,
+        model_parallel=layout.tensor * layout.pipeline * layout.context,
     )
