@@ -4,6 +4,7 @@ Every check raises ValueError with one sentence that says what to do.
 """
 
 import argparse
+import functools
 from types import ModuleType
 
 import torch
@@ -166,13 +167,14 @@ def _check_mode_flags(mode: str, given: set[str]) -> None:
 
 def mode_flags(mode: str) -> set[str]:
     """All flags that shape the objective of `mode`."""
-    return _private_flags(mode) | MODES[mode].USES
+    return set(_private_flags(mode)) | MODES[mode].USES
 
 
-def _private_flags(mode_name: str) -> set[str]:
+@functools.cache
+def _private_flags(mode_name: str) -> frozenset[str]:
     parser = argparse.ArgumentParser(add_help=False)
     MODES[mode_name].add_args(parser.add_argument_group(mode_name))
-    return {action.dest for action in parser._actions}
+    return frozenset(action.dest for action in parser._actions)
 
 
 def check_layout(args, mode: ModuleType) -> None:

@@ -44,6 +44,7 @@ class Kept:
         self.network, self.layout, self.micro = network, layout, micro
         self.e, self.T = layout.element, micro.rows
         self.between = micro.rows / layout.shards  # rows of a rank between layers
+        self._layers: dict[int, float] = {}
         self.lossy_norm = layout.element < FLOAT and not layout.on_gpu
 
     # --- parts ---
@@ -110,6 +111,11 @@ class Kept:
 
     def layer(self, layer: Layer) -> float:
         """All of one layer: its input too, but not its output."""
+        if id(layer) not in self._layers:
+            self._layers[id(layer)] = self._layer(layer)
+        return self._layers[id(layer)]
+
+    def _layer(self, layer: Layer) -> float:
         D, rows, lay = self.network.width, self.between, self.layout
         kept = self.attention(layer)
         if self.network.gemma:

@@ -66,7 +66,7 @@ def plan_command(argv: list[str]) -> str:
         answer=args.answer_share,
     )
     plans = search.plans()
-    fitting = [plan for plan in plans if plan.memory.total <= GPUS[args.gpu].memory]
+    fitting = [plan for plan in plans if search.fits(plan)]
     if not fitting:
         raise ValueError(_nothing_fits(plans, args, GPUS[args.gpu]))
     shown = []
@@ -91,7 +91,7 @@ def _text(shown: list[Plan], rows: list[list[str]], tried: int, fitting: int, li
     names = [word for word in ("$DATA", "$TOKENIZER") if f'"{word}"' in line]
     paragraphs = [
         report.describe_work(best),
-        f"{tried:,} layouts of {args.gpus} {gpu.name} pass the checks, {fitting:,} of them fit. The fastest, for "
+        f"{tried:,} layouts of {args.gpus} {gpu.name} tried, {fitting:,} of them fit. The fastest, for "
         f"{args.global_batch_size} samples a step, by a roofline (docs/scaling.md says how far to trust it):",
         report.table(report.HEADER, rows),
         f"Memory of {best.name}, micro-batch {best.layout.micro_batch}, recompute {best.recompute}:",
@@ -160,8 +160,7 @@ def _defaults(names: set[str]) -> list[str]:
 
 def _stand_ins(names: set[str]) -> list[str]:
     """For the parser and the checks only."""
-    words = [] if names & _DATA else ["--data-path", "DATA"]
-    return words if "micro_batch_size" in names else words
+    return [] if names & _DATA else ["--data-path", "DATA"]
 
 
 def _tokenizer(args, names: set[str]) -> tuple[Tokenizer, list[str]]:

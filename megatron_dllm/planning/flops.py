@@ -61,10 +61,10 @@ def pairs_of(layer: Layer, rows: Rows, dense: bool = False) -> float:
 def training_flops(network: Network, rows: Rows, args: Namespace, what: Executed = MODEL) -> dict[str, float]:
     """By part, of these rows' forward and backward passes."""
     parts: dict[str, float] = defaultdict(float)
-    for layer in network.layers:
+    for layer, count in network.kinds.items():
         for name, value in layer_forward(network, layer, rows, pairs_of(layer, rows, what.dense), what).items():
             frozen = name == "router" and layer.count.frozen and not what.unused
-            parts[name] += value * (2 if frozen else TRAINED)
+            parts[name] += count * value * (2 if frozen else TRAINED)
     if network.gemma:
         parts["self-conditioning"] += TRAINED * _self_conditioning(network, rows)
     parts["head"] += head_flops(network, rows, args)
@@ -106,8 +106,8 @@ def first_pass(network: Network, rows: Rows, what: Executed = MODEL) -> float:
     the table forward, logits again and the table's gradient backward."""
     first = rows.first
     forward = sum(
-        sum(layer_forward(network, layer, first, pairs_of(layer, first, what.dense), what).values())
-        for layer in network.layers
+        count * sum(layer_forward(network, layer, first, pairs_of(layer, first, what.dense), what).values())
+        for layer, count in network.kinds.items()
     )
     canvases = first.samples * rows.canvas
     return forward + _self_conditioning(network, first) + 4 * 2.0 * canvases * network.width * network.vocabulary

@@ -13,6 +13,7 @@
 """
 
 from argparse import Namespace
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,9 @@ def stage_counts(network: Network, args: Namespace, layout: Layout) -> list[Coun
     """Numbers of parameters of each pipeline stage, before they are shared out within it."""
     counts = []
     for place, chunks in enumerate(stages(network, args, layout)):
-        count = sum((layer.count for chunk in chunks for layer in chunk), Count())
+        kinds = Counter(id(layer) for chunk in chunks for layer in chunk)
+        layers = {id(layer): layer for chunk in chunks for layer in chunk}
+        count = sum((layers[key].count.times(number) for key, number in kinds.items()), Count())
         if place == 0:
             count += network.first
         if place == layout.pipeline - 1:

@@ -7,7 +7,9 @@ Shapes: D width, V rows of the vocabulary (padded), h query heads, g key/value h
 E experts.
 """
 
+import functools
 from argparse import Namespace
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron_dllm.models.weights import attention_shape, expert_layers, is_gemma, target_layers
@@ -25,6 +27,9 @@ class Count:
 
     def __add__(self, other: "Count") -> "Count":
         return Count(*(a + b for a, b in zip(self.values, other.values, strict=True)))
+
+    def times(self, number: int) -> "Count":
+        return Count(*(value * number for value in self.values))
 
     @property
     def values(self) -> tuple[int, int, int, int]:
@@ -107,6 +112,11 @@ class Network:
         D = args.hidden_size
         return _replaced(network, first=Count(split=features * D, whole=D), features=features, target=target, run=run)
 
+    @functools.cached_property
+    def kinds(self) -> dict[Layer, int]:
+        """How many layers there are of each kind."""
+        return dict(Counter(self.layers))
+
     def rotated_of(self, layer: Layer) -> int:
         """Channels of a head that have an angle."""
         return layer.size if self.gemma else self.rotated
@@ -145,7 +155,7 @@ def _network(args: Namespace, draft: bool) -> Network:
     if draft:
         first, last, tied = Count(), Count(whole=norm), False
     return Network(
-        layers=tuple(_layer(args, number, D, gates, norm) for number in range(args.num_layers)),
+        layers=_layers(args, D, gates, norm),
         width=D,
         vocabulary=V,
         gates=gates,
@@ -157,6 +167,13 @@ def _network(args: Namespace, draft: bool) -> Network:
         gemma=gemma,
         bias=bool(args.add_bias_linear),
     )
+
+
+def _layers(args: Namespace, D: int, gates: int, norm: int) -> tuple[Layer, ...]:
+    """Layers of a kind are one object."""
+    kinds: dict[Layer, Layer] = {}
+    layers = (_layer(args, number, D, gates, norm) for number in range(args.num_layers))
+    return tuple(kinds.setdefault(layer, layer) for layer in layers)
 
 
 def _layer(args: Namespace, number: int, D: int, gates: int, norm: int) -> Layer:

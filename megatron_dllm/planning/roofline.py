@@ -18,6 +18,7 @@ MATMUL, ATTENTION and the other shares are what well-tuned kernels are reported 
 prediction is as good as they are.
 """
 
+import dataclasses
 from argparse import Namespace
 from dataclasses import dataclass
 
@@ -58,12 +59,14 @@ class Roofline:
     def __init__(self, network: Network, rows: Rows, args: Namespace, layout: Layout, gpu: Gpu, node: int = 8):
         self.network, self.rows, self.args, self.layout, self.gpu, self.node = network, rows, args, layout, gpu, node
         self.kept = Kept(network, layout, Micro.of(rows, layout))
+        self.all = Kept(network, dataclasses.replace(layout, recompute="", modules=frozenset()), Micro.of(rows, layout))
         self.micro = rows.scaled(layout.micro_batch / layout.context)
         self.peak = gpu.peak(bool(getattr(args, "fp8", None)))
 
     def predict(self) -> Prediction:
         """Of one optimizer step."""
         lay, samples = self.layout, self.args.global_batch_size
+        self.flops = training_flops(self.network, self.rows, self.args)  # of a sample
         times = [self._stage(place, chunks) for place, chunks in enumerate(stages(self.network, self.args, lay))]
         slowest = max(times, key=lambda parts: sum(parts.values()))
         one = sum(slowest.values())
@@ -71,7 +74,7 @@ class Roofline:
         parts["bubble"] = (lay.pipeline - 1) / lay.virtual * one
         parts["data parallel"], parts["optimizer"] = self._data_parallel(one), self._optimizer()
         step = sum(parts.values())
-        flops = sum(training_flops(self.network, self.rows, self.args).values()) * samples
+        flops = sum(self.flops.values()) * samples
         return Prediction(
             step=step,
             parts={name: seconds for name, seconds in parts.items() if seconds},
@@ -92,7 +95,8 @@ class Roofline:
             for name, seconds in self._layer(layer).items():
                 total[name] = total.get(name, 0.0) + count * seconds
         first, last = place == 0, place == lay.pipeline - 1
-        flops = training_flops(self.network, self.micro, self.args)
+        share = lay.micro_batch / lay.context
+        flops = {name: value * share for name, value in self.flops.items()}
         ends = 0.0
         if last:
             ends += flops["head"] / lay.tensor
@@ -117,15 +121,14 @@ class Roofline:
         attention = 4.0 * layer.query * tokens / lay.tensor / (self.gpu.bf16 * ATTENTION)
         dense = self._products((work["qkv and output"]) / lay.tensor, layer.count.split - self._mlp_weights(layer))
         mlp = self._products(work["mlp"] / lay.tensor, self._mlp_weights(layer))
-        routed = work.get("experts", 0.0) / lay.shards / (lay.tensor // lay.shards if not lay.sequence_parallel else 1)
-        experts = self._products(routed + work.get("router", 0.0) / lay.shards, 0) if layer.experts else 0.0
+        experts = self._products((work.get("experts", 0.0) + work.get("router", 0.0)) / lay.shards, 0)
         if layer.experts:
             local = layer.count.expert / (lay.expert * lay.expert_tensor) * lay.element
             experts = max(experts, local / (self.gpu.bandwidth * MEMORY))
         tensor, expert = self._tensor(layer), self._expert(layer)
         context = self._context(layer)
         again = self._again()
-        kept = self.kept.layer(layer) / (self.gpu.bandwidth * MEMORY)
+        kept = self.all.layer(layer) / (self.gpu.bandwidth * MEMORY)
         return {
             "products": (3 + again["dense"]) * dense + (3 + again["mlp"]) * mlp + (3 + again["experts"]) * experts,
             "attention": (1 + _ATTENTION_BACKWARD + again["attention"]) * attention,

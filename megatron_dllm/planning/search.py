@@ -25,6 +25,7 @@ from megatron_dllm.planning.rows import Rows, expected_rows
 LARGEST_TENSOR = 8  # of a node
 LARGEST_PIPELINE = 16
 MICRO_BATCHES = (1, 2, 4, 8)
+SHORTEST_PIECE = 2048  # data tokens of a context-parallel rank
 TOKENS = 2**22  # of a step, where --global-batch-size is not given
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 # of what Megatron's validation does to arguments, what depends on the layout
@@ -90,33 +91,54 @@ class Search:
         self._networks: dict[tuple, Network] = {}
 
     def plans(self) -> list[Plan]:
-        """All of them, the fastest first. Raises ValueError (one sentence) if no layout passes the checks."""
-        plans = [plan for flags in self.candidates() if (plan := self.try_layout(flags)) is not None]
+        """The fastest first. Of a layout no more is recomputed than must be, and no larger micro-batch is tried than
+        fits at all. Raises ValueError (one sentence) if no layout passes the checks."""
+        plans = []
+        for flags, data in self.candidates():
+            for micro in self._micro(data):
+                tried = self._least_recomputed([*flags, *micro])
+                plans += tried
+                if tried and not self.fits(tried[-1]):
+                    break
         if not plans:
             why = max(self.refusals, key=self.refusals.get) if self.refusals else "no layout has so many ranks."
             raise ValueError(f"no layout of {self.args.world_size} GPU(s) passes the checks; most often: {why}")
         return sorted(plans, key=lambda plan: (plan.prediction.step, plan.memory.total))
 
+    def fits(self, plan: Plan) -> bool:
+        return plan.memory.total <= self.gpu.memory
+
+    def _least_recomputed(self, flags: list[str]) -> list[Plan]:
+        """One plan, the first that fits; all if none does."""
+        tried = []
+        for again in self._again():
+            if (plan := self.try_layout((*flags, *again))) is not None:
+                tried.append(plan)
+                if self.fits(plan):
+                    return [plan]
+        return tried
+
     # --- candidates ---
 
-    def candidates(self) -> Iterator[tuple[str, ...]]:
-        """Flags of layouts, those that are obviously no division of the ranks left out."""
+    def candidates(self) -> Iterator[tuple[list[str], int]]:
+        """(flags of a layout, its data-parallel ranks); those that are obviously no division of the ranks left out."""
         world, args = self.args.world_size, self.args
         tensor = self._sizes("tensor_model_parallel_size", min(LARGEST_TENSOR, self.node, world))
         pipeline = self._sizes("pipeline_model_parallel_size", min(LARGEST_PIPELINE, args.num_layers, world))
-        context = self._sizes("context_parallel_size", min(16, world))
+        # a sequence is not cut into shorter pieces than it pays to
+        context = self._sizes("context_parallel_size", max(1, min(world, args.seq_length // SHORTEST_PIECE)))
         for tp, pp, cp in itertools.product(tensor, pipeline, context):
             if world % (tp * pp * cp):
                 continue
             data = world // (tp * pp * cp)
             for more in itertools.product(
-                self._experts(tp, pp, cp, data), self._virtual(pp), self._exchanges(cp), self._micro(data), self._again()
+                self._experts(tp, pp, cp, data), self._virtual(pp), self._exchanges(cp)
             ):
                 sizes = {"tensor-model-parallel-size": tp, "pipeline-model-parallel-size": pp, "context-parallel-size": cp}
                 flags = [word for name, size in sizes.items() for word in self._flag(name, size) if size > 1]
                 if tp > 1 and "sequence_parallel" not in self.given:
                     flags.append("--sequence-parallel")
-                yield tuple(itertools.chain(flags, *more))
+                yield list(itertools.chain(flags, *more)), data
 
     def _sizes(self, dest: str, largest: int) -> list[int]:
         if dest in self.given:
@@ -157,7 +179,7 @@ class Search:
 
     def _again(self) -> list[list[str]]:
         if "recompute_granularity" in self.given:
-            return [[]]
+            return [[]]  # as it is
         part = "moe" if self.args.num_experts is not None else "mlp"
         selective = ["--recompute-granularity", "selective", "--recompute-modules", part]
         return [[], selective, FULL]
@@ -219,7 +241,7 @@ class Search:
 
 def _with_flags(args: Namespace, flags: tuple[str, ...]) -> Namespace:
     """As a parser would read them."""
-    args = copy.deepcopy(args)
+    args = copy.copy(args)  # checks put new lists in place of old ones
     name = None
     for word in flags:
         if word.startswith("--"):
