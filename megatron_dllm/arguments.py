@@ -120,6 +120,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "steps and stop on a difference.",
     )
 
+    group.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=None,
+        metavar="TFLOP/S",
+        help="What a GPU can do at most in the run's precision, for the MFU in the log; default: known by its name for "
+        "H100, H200 and B200.",
+    )
+
     # The opposites of Megatron's flags whose default is today's usual architecture here (see _defaults).
     opposites = (
         ("--tie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", "store_false"),

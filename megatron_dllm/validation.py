@@ -5,6 +5,7 @@ Every check raises ValueError with one sentence that says what to do.
 
 import argparse
 import functools
+import math
 from types import ModuleType
 
 import torch
@@ -122,6 +123,8 @@ def check_flags(args, given: set[str]) -> None:
         raise ValueError(f"--transformer-impl {args.transformer_impl}: use local or transformer_engine.")
     if args.transformer_impl == "local" and args.normalization != "RMSNorm":
         raise ValueError(f"--normalization {args.normalization} needs --transformer-impl transformer_engine.")
+    if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
+        raise ValueError(f"--peak-tflops {args.peak_tflops} is no speed: give a positive number.")
     for required in (
         "num_layers",
         "hidden_size",

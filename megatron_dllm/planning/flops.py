@@ -15,7 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from megatron_dllm.modes.base import ModelInput
-from megatron_dllm.planning.network import Layer, Network
+from megatron_dllm.planning.network import Layer, Network, UnknownNetwork
 from megatron_dllm.planning.rows import RULE, TARGET, WINDOW, Rows, count_rows
 
 TRAINED = 3
@@ -122,3 +122,11 @@ class FlopCounter:
     def __call__(self, batch: ModelInput) -> float:
         rows = count_rows(batch, self.args, _LOGGED_PAIRS)
         return sum(training_flops(self.network, rows, self.args).values())
+
+
+def flop_counter(args: Namespace) -> FlopCounter | None:
+    """None for a run whose network cannot be described: a draft's target that transformers runs."""
+    try:
+        return FlopCounter(args)
+    except UnknownNetwork:
+        return None

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from megatron_dllm.models.weights import attention_shape, expert_layers, is_gemma, target_layers
 
 
+class UnknownNetwork(ValueError):
+    """What a command trains with is no network of ours."""
+
+
 @dataclass(frozen=True)
 class Count:
     """Numbers of parameters. split: tensor parallelism shares them out; whole: every tensor-parallel rank has all;
@@ -102,7 +106,7 @@ class Network:
 
     @classmethod
     def of(cls, args: Namespace) -> "Network":
-        """Of checked arguments. Raises ValueError (one sentence) for a target that cannot be described."""
+        """Of checked arguments. Raises UnknownNetwork (one sentence) for a target that is not ours."""
         draft = target_layers(args) is not None
         network = _network(args, draft)
         if not draft:
@@ -216,7 +220,7 @@ def _target(args: Namespace) -> tuple[Network, int]:
 
     backend = backend_of(args)
     if backend != MEGATRON:
-        raise ValueError(
+        raise UnknownNetwork(
             f"--dflash-target-backend {backend}: what transformers needs for a model cannot be planned, only targets of "
             "our own families (leave the flag out)."
         )
