@@ -6,8 +6,10 @@ learning rate) may be left out; the printed command then has $DATA and $TOKENIZE
 
 import argparse
 import copy
+import itertools
 import json
 import os
+import re
 import sys
 
 from megatron_dllm.arguments import parse_command_line
@@ -17,14 +19,15 @@ from megatron_dllm.planning.hardware import GPUS, Gpu
 from megatron_dllm.planning.search import Plan, Search, default_batch
 
 OWN = "gpus gpu gpus_per_node best json markdown document_length answer_share".split()
-_WITHOUT_VALUE = {"json", "markdown"}
 _DATA = {"data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "sft_data_path"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --dllm-mode MODE --model-preset NAME --gpus N [--gpu h100] [flags of pretrain_dllm.py]"
     group = parser.add_argument_group("plan")
-    group.add_argument("--gpus", type=int, default=None, metavar="N", help="How many GPUs there are.")
+    group.add_argument(
+        "--gpus", type=int, nargs="+", default=None, metavar="N", help="How many there are; several: a scaling table."
+    )
     group.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="Of which kind; default h100.")
     group.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="That NVLink connects; default 8.")
     group.add_argument("--best", type=int, default=5, metavar="N", help="How many layouts to show; default 5.")
@@ -41,73 +44,114 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def plan_command(argv: list[str]) -> str:
     """What to print. Raises ValueError (one sentence)."""
     words = own_words(argv)
-    given_names = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-    filled = [*words, *_defaults(given_names)]
-    sys.argv = [sys.argv[0], *argv, *_stand_ins(given_names), *filled[len(words) :]]
+    names = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    words += _defaults(names)
+    sys.argv = [sys.argv[0], *argv, *words[len(own_words(argv)) :], *([] if names & _DATA else ["--data-path", "DATA"])]
     os.environ.setdefault("RANK", "0")
     args, given = parse_command_line(add_flags)
-    _check(args)
     given -= set(OWN)
-    args.world_size = args.gpus
+    _check(args)
     if args.global_batch_size is None:
-        if args.seq_length is None:
-            raise ValueError("--seq-length is missing: how many tokens a sample has.")
-        args.global_batch_size = default_batch(args.seq_length, args.gpus)
-        filled += ["--global-batch-size", str(args.global_batch_size)]
-    tokenizer, shell = _tokenizer(args, given_names)
+        args.global_batch_size = default_batch(args.seq_length, max(args.gpus))
+        words += ["--global-batch-size", str(args.global_batch_size)]
     args.micro_batch_size = args.micro_batch_size or 1
-    search = Search(
-        args,
-        given,
-        tokenizer,
-        GPUS[args.gpu],
-        node=args.gpus_per_node,
-        document=args.document_length,
-        answer=args.answer_share,
-    )
-    plans = search.plans()
-    fitting = [plan for plan in plans if search.fits(plan)]
-    if not fitting:
-        raise ValueError(_nothing_fits(plans, args, GPUS[args.gpu]))
-    shown = []
-    for plan in fitting:
-        if search.confirmed(plan):
-            shown.append(plan)
-        if len(shown) == args.best:
-            break
-    if not shown:
-        raise ValueError(f"Megatron refuses every layout that fits; for instance: {next(reversed(search.refusals))}")
-    line = lambda plan: report.command(plan, [*filled, *shell], args.gpus, args.gpus_per_node)
+    tokenizer, open_words = _tokenizer(args, names)
+    asked = Asked(args, given, tokenizer, [*words, *open_words])
+    if len(args.gpus) > 1:
+        return scaling(asked)
+    plans, tried, fitting = asked.best(args.gpus[0], args.best)
+    gpu = GPUS[args.gpu]
     if args.json:
-        return json.dumps([report.as_json(plan, GPUS[args.gpu], line(plan)) for plan in shown], indent=1)
-    rows = [report.row(plan) for plan in shown]
+        return json.dumps([report.as_json(plan, gpu, asked.line(plan)) for plan in plans], indent=1)
+    rows = [report.row(plan) for plan in plans]
     if args.markdown:
         return report.table(report.HEADER, rows, markdown=True)
-    return _text(shown, rows, len(plans), len(fitting), line(shown[0]), bool(shell), args)
+    return _text(plans, rows, tried, fitting, asked, args)
 
 
-def _text(shown: list[Plan], rows: list[list[str]], tried: int, fitting: int, line: str, open_: bool, args) -> str:
-    best, gpu = shown[0], GPUS[args.gpu]
-    names = [word for word in ("$DATA", "$TOKENIZER") if f'"{word}"' in line]
+class Asked:
+    """A parsed command, whose layouts can be searched for several numbers of GPUs. words: of the command to print."""
+
+    def __init__(self, args, given: set[str], tokenizer: Tokenizer, words: list[str]):
+        self.args, self.given, self.tokenizer, self.words = args, given, tokenizer, words
+        self._rows: dict = {}
+
+    def best(self, gpus: int, count: int) -> tuple[list[Plan], int, int]:
+        """(the fastest plans that fit and that Megatron accepts too, how many were tried, how many fit). Raises
+        ValueError (one sentence)."""
+        args, gpu = copy.copy(self.args), GPUS[self.args.gpu]
+        args.world_size = gpus
+        search = Search(
+            args,
+            self.given,
+            self.tokenizer,
+            gpu,
+            node=args.gpus_per_node,
+            document=args.document_length,
+            answer=args.answer_share,
+            rows=self._rows,
+        )
+        plans = search.plans()
+        fitting = [plan for plan in plans if search.fits(plan)]
+        if not fitting:
+            raise ValueError(_nothing_fits(plans, gpus, gpu))
+        shown = list(itertools.islice((plan for plan in fitting if search.confirmed(plan)), count))
+        if not shown:
+            raise ValueError(f"no layout that fits passes Megatron's checks; the last: {list(search.refusals)[-1]}")
+        return shown, len(plans), len(fitting)
+
+    def line(self, plan: Plan) -> str:
+        return report.command(plan, self.words, plan.layout.ranks, self.args.gpus_per_node)
+
+
+def scaling(asked: Asked) -> str:
+    """The fastest layout for each number of GPUs, at the same global batch. Efficiency: tokens/s of a GPU against the
+    smallest number that the model fits."""
+    rows, data, first = [], [], None
+    for gpus in sorted(asked.args.gpus):
+        try:
+            plan = asked.best(gpus, 1)[0][0]
+        except ValueError as error:
+            rows.append([str(gpus), f"nothing fits: {_missing(error)}", *[""] * (len(report.HEADER))])
+            continue
+        data.append(report.as_json(plan, GPUS[asked.args.gpu], asked.line(plan)) | dict(gpus=gpus))
+        each = plan.prediction.tokens_per_second / gpus
+        first = first or each
+        rows.append([str(gpus), *report.row(plan), f"{each / first:.0%}"])
+    if asked.args.json:
+        return json.dumps(data, indent=1)
+    return report.table(["GPUs", *report.HEADER, "efficiency"], rows, markdown=asked.args.markdown)
+
+
+def _missing(error: ValueError) -> str:
+    found = re.search(r"[\d.,]+ GiB too many", str(error))
+    if found is None:
+        raise error
+    return found.group()
+
+
+def _text(plans: list[Plan], rows: list[list[str]], tried: int, fitting: int, asked: Asked, args) -> str:
+    best, gpu, line = plans[0], GPUS[args.gpu], asked.line(plans[0])
+    unsaid = " and ".join(word for word in ("$DATA", "$TOKENIZER") if f'"{word}"' in line)
     paragraphs = [
         report.describe_work(best),
-        f"{tried:,} layouts of {args.gpus} {gpu.name} tried, {fitting:,} of them fit. The fastest, for "
+        f"{tried:,} layouts of {args.gpus[0]} {gpu.name} tried, {fitting:,} of them fit. The fastest, for "
         f"{args.global_batch_size} samples a step, by a roofline (docs/scaling.md says how far to trust it):",
         report.table(report.HEADER, rows),
         f"Memory of {best.name}, micro-batch {best.layout.micro_batch}, recompute {best.recompute}:",
         report.describe_memory(best, gpu),
         f"Its step: {report.describe_time(best)}.",
-        "The command" + (f" (say what {' and '.join(names)} are):" if open_ and names else ":"),
+        f"The command ({unsaid} are yours to say):" if unsaid else "The command:",
         line,
     ]
     return "\n\n".join(paragraphs)
 
 
-def _nothing_fits(plans: list[Plan], args, gpu: Gpu) -> str:
+def _nothing_fits(plans: list[Plan], gpus: int, gpu: Gpu) -> str:
     closest = min(plans, key=lambda plan: plan.memory.total)
     missing = (closest.memory.total - gpu.memory) / report.GIB
     return (
-        f"none of {len(plans):,} layouts fits {args.gpus} {gpu.name}: the closest, {closest.name} with --micro-batch-size "
+        f"none of {len(plans):,} layouts fits {gpus} {gpu.name}: the closest, {closest.name} with --micro-batch-size "
         f"{closest.layout.micro_batch} and recompute {closest.recompute}, needs {closest.memory.total / report.GIB:.1f} "
         f"GiB a GPU, {missing:.1f} GiB too many; take more GPUs, larger ones, or a shorter --seq-length."
     )
@@ -116,13 +160,16 @@ def _nothing_fits(plans: list[Plan], args, gpu: Gpu) -> str:
 def _check(args) -> None:
     if args.gpus is None:
         raise ValueError("--gpus is missing: how many there are to plan for.")
-    for name in ("gpus", "gpus_per_node", "best"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small: it must be at least 1.")
-    if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
-        raise ValueError(
-            f"--gpus {args.gpus} are no whole nodes of {args.gpus_per_node}: give a multiple, or --gpus-per-node."
-        )
+    if args.seq_length is None:
+        raise ValueError("--seq-length is missing: how many tokens a sample has.")
+    for name, value in [*(("gpus", n) for n in args.gpus), ("gpus-per-node", args.gpus_per_node), ("best", args.best)]:
+        if value < 1:
+            raise ValueError(f"--{name} {value} is too small: it must be at least 1.")
+    for gpus in args.gpus:
+        if gpus > args.gpus_per_node and gpus % args.gpus_per_node:
+            raise ValueError(
+                f"--gpus {gpus} are no whole nodes of {args.gpus_per_node}: give a multiple, or --gpus-per-node."
+            )
     if args.document_length is not None and args.document_length < 1:
         raise ValueError(f"--document-length {args.document_length} is too small: it must be at least 1.")
     if not 0 < args.answer_share <= 1:
@@ -130,15 +177,12 @@ def _check(args) -> None:
 
 
 def own_words(argv: list[str]) -> list[str]:
-    """The words of `argv` that are flags of pretrain_dllm.py."""
-    words, skip = [], False
+    """The words of `argv` that are flags of pretrain_dllm.py, and their values."""
+    words, ours = [], False
     for word in argv:
-        name = word.split("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in OWN:
-            skip = name not in _WITHOUT_VALUE and "=" not in word
-        elif skip:
-            skip = False
-        else:
+        if word.startswith("--"):
+            ours = word.split("=")[0].removeprefix("--").replace("-", "_") in OWN
+        if not ours:
             words.append(word)
     return words
 
@@ -156,11 +200,6 @@ def _defaults(names: set[str]) -> list[str]:
     if not names & {"train_iters", "train_samples"}:
         words += ["--train-iters", "1000"]
     return words
-
-
-def _stand_ins(names: set[str]) -> list[str]:
-    """For the parser and the checks only."""
-    return [] if names & _DATA else ["--data-path", "DATA"]
 
 
 def _tokenizer(args, names: set[str]) -> tuple[Tokenizer, list[str]]:

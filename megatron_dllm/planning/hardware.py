@@ -44,7 +44,7 @@ GPUS = {
 
 def recognise(device_name: str) -> Gpu | None:
     """The GPU of torch.cuda.get_device_name(); None: not one whose peak is known (an H100 PCIe has another one)."""
-    name = device_name.upper()
-    if "PCIE" in name or "NVL" in name:
+    words = device_name.lower().split()
+    if "pcie" in words or "nvl" in words:
         return None
-    return next((gpu for key, gpu in GPUS.items() if key.upper() in name.split("-")[0].replace(" ", "")), None)
+    return next((gpu for key, gpu in GPUS.items() if key in words), None)

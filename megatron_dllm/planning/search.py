@@ -71,7 +71,7 @@ class Plan:
 
 class Search:
     """args, given: of a parsed command, unchecked, with its number of processes; tokenizer: a stand-in where the command
-    names none."""
+    names none; document, answer: see expected_rows; rows: what another search for the same command has counted."""
 
     def __init__(
         self,
@@ -82,12 +82,13 @@ class Search:
         node: int = 8,
         document: int | None = None,
         answer: float = 1.0,
+        rows: dict[tuple, Rows] | None = None,
     ):
         self.args, self.given, self.tokenizer, self.gpu, self.node = args, given, tokenizer, gpu, node
         self.document, self.answer = document, answer
         self.refusals: dict[str, int] = {}
         self._validated: Namespace | None = None
-        self._rows: dict[tuple, Rows] = {}
+        self.rows = {} if rows is None else rows
         self._networks: dict[tuple, Network] = {}
 
     def plans(self) -> list[Plan]:
@@ -220,9 +221,9 @@ class Search:
             self._networks[key] = Network.of(args)
         network = self._networks[key]
         lengths = args.seq_length, args.dllm_length_multiple
-        if lengths not in self._rows:
-            self._rows[lengths] = expected_rows(args, self.document, self.answer)
-        rows, layout = self._rows[lengths], Layout.of(args, on_gpu=True)
+        if lengths not in self.rows:
+            self.rows[lengths] = expected_rows(args, self.document, self.answer)
+        rows, layout = self.rows[lengths], Layout.of(args, on_gpu=True)
         memories = tuple(rank_memory(network, rows, args, layout))
         prediction = Roofline(network, rows, args, layout, self.gpu, self.node).predict()
         return Plan(flags, args, layout, network, rows, memories, prediction)

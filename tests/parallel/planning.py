@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.datasets.utils import Split
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from megatron.training import training as megatron_training
@@ -25,7 +26,7 @@ from megatron_dllm.planning.flops import Executed, training_flops
 from megatron_dllm.planning.layout import Layout, in_flight, stages
 from megatron_dllm.planning.network import Network
 from megatron_dllm.planning.rows import Rows, count_rows
-from megatron_dllm.training import pretrain
+from megatron_dllm.training import install, pretrain
 
 EXACT = 2**40  # pairs: all of them
 
@@ -156,7 +157,8 @@ def observe(case: dict, store) -> dict:
     Collate.layout = lambda collate, samples: watch.layout(lay_out, collate, samples)
     try:
         pretrain(args, datasets, store=store)
-        return watch.found | states(watch) | dict(planned=planned(args, watch.rows))
+        logged = install().counts[Split.train]["flops"]
+        return watch.found | states(watch) | dict(logged=logged, planned=planned(args, watch.rows))
     finally:
         Collate.layout = lay_out
         for module, name, original in originals:
@@ -211,6 +213,7 @@ def planned(args, all_rows: list[Rows]) -> dict:
         gradients=state["gradients"],
         optimizer=state["optimizer"],
         flops=flops,
+        model_flops=sum(training_flops(network, rows, args).values()),
         microbatches=layout.microbatches,
         model_parallel=layout.tensor * layout.pipeline * layout.context,
     )

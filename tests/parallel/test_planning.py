@@ -97,6 +97,9 @@ def check(ranks: list[dict], recomputes: bool = False) -> None:
     kept, expected = (sum(sum(values) for values in lists) for lists in zip(*map(_kept, ranks), strict=True))
     assert abs(expected - kept) < 0.02 * kept
     counted = sum(sum(_parts(rank["planned"]["flops"]).values()) for rank in ranks) / parallel
+    logged = plan("model_flops") / parallel  # on every rank; batches as small as these are counted pair by pair
+    assert all(rank["logged"] == pytest.approx(logged, rel=1e-9) for rank in ranks)
+    assert logged < total("flops")
     if recomputes:
         assert counted < 0.99 * total("flops")
     else:
