@@ -62,8 +62,8 @@ class LossCurves:
 
 
 def throughput(flops: float, seconds: float, args) -> dict[str, float]:
-    """Of a step of so many model FLOPs (planning/flops.py) over all ranks: TFLOP/s of a rank, and where its peak is known
-    the share of that in per cent. Nothing if FLOPs are not counted."""
+    """Of a step of so many model FLOPs (planning/flops.py) over all ranks: TFLOP/s of a rank, and where its peak is
+    known the share of that in per cent. Nothing if FLOPs are not counted."""
     if not flops:
         return {}
     reached = flops / seconds / args.world_size / TERA

@@ -243,8 +243,8 @@ class _Hooks:
         return result
 
     def flops(self, *args, **kwargs) -> float:
-        """Model FLOPs of the last step, on every rank; in place of Megatron's count, which is of a causal model with one
-        stream and a head on every row."""
+        """Model FLOPs of the last step, on every rank; in place of Megatron's count, which is of a causal model with
+        one stream and a head on every row."""
         return self.counts[Split.train].get("flops", 0.0)
 
     def _log_acceptance(self, iteration: int) -> None:

@@ -151,10 +151,11 @@ class StepStream:
 
 
 def _reduce_counts(batches: list[RankBatch]) -> tuple[dict[str, float], float]:
-    """Global count per term, and model FLOPs of the step. Over data-parallel ranks WITHOUT context-parallel ones, which hold the same samples."""
+    """Global count per term, and model FLOPs of the step. Over data-parallel ranks WITHOUT context-parallel ones, which
+    hold the same samples."""
     names = sorted(batches[0].counts)
     totals = torch.tensor(
-        [sum(batch.counts[name] for batch in batches) for name in names] + [sum(batch.flops for batch in batches)],
+        [*(sum(batch.counts[name] for batch in batches) for name in names), sum(batch.flops for batch in batches)],
         dtype=torch.float64,
         device=torch.cuda.current_device(),
     )

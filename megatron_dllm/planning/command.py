@@ -1,7 +1,7 @@
 """The command line of tools/plan.py: a training command without a run.
 
-Every flag of pretrain_dllm.py is a flag here, and means the same. What a run needs and a plan does not (data, tokenizer,
-learning rate) may be left out; the printed command then has $DATA and $TOKENIZER in its place.
+Every flag of pretrain_dllm.py is a flag here, and means the same. What a run needs and a plan does not (data,
+tokenizer, learning rate) may be left out; the printed command then has $DATA and $TOKENIZER in its place.
 """
 
 import argparse
@@ -152,8 +152,9 @@ def _nothing_fits(plans: list[Plan], gpus: int, gpu: Gpu) -> str:
     missing = (closest.memory.total - gpu.memory) / report.GIB
     return (
         f"none of {len(plans):,} layouts fits {gpus} {gpu.name}: the closest, {closest.name} with --micro-batch-size "
-        f"{closest.layout.micro_batch} and recompute {closest.recompute}, needs {closest.memory.total / report.GIB:.1f} "
-        f"GiB a GPU, {missing:.1f} GiB too many; take more GPUs, larger ones, or a shorter --seq-length."
+        f"{closest.layout.micro_batch} and recompute {closest.recompute}, needs "
+        f"{closest.memory.total / report.GIB:.1f} GiB a GPU, {missing:.1f} GiB too many; take more GPUs, larger ones, "
+        "or a shorter --seq-length."
     )
 
 
@@ -194,7 +195,9 @@ def _defaults(names: set[str]) -> list[str]:
         words.append("--bf16")
     if not names & {"use_distributed_optimizer"}:
         words.append("--use-distributed-optimizer")
-    words += [f"--{name}" for name in ("overlap-grad-reduce", "overlap-param-gather") if name.replace("-", "_") not in names]
+    words += [
+        f"--{name}" for name in ("overlap-grad-reduce", "overlap-param-gather") if name.replace("-", "_") not in names
+    ]
     if not names & {"lr"}:
         words += ["--lr", "1e-4"]
     if not names & {"train_iters", "train_samples"}:

@@ -1,10 +1,10 @@
 """Floating-point operations of training, for any mode.
 
-What is counted: matrix products, 2·m·n·k each. A product of a trained layer is counted three times (forward, gradient of
-the input, gradient of the weight), of a frozen one as often as it is done. Attention is counted by the pairs of a query
-and a key that the mode's rule makes visible: 4·h·d a pair forward (scores, then values), twice that backward. The head
-is counted for the rows that some loss term scores. Not counted: recomputation, what a kernel computes and throws away
-(invisible pairs, queries of a draft's context), norms, activations, rotations, the optimizer.
+What is counted: matrix products, 2·m·n·k each. A product of a trained layer is counted three times (forward, gradient
+of the input, gradient of the weight), of a frozen one as often as it is done. Attention is counted by the pairs of a
+query and a key that the mode's rule makes visible: 4·h·d a pair forward (scores, then values), twice that backward. The
+head is counted for the rows that some loss term scores. Not counted: recomputation, what a kernel computes and throws
+away (invisible pairs, queries of a draft's context), norms, activations, rotations, the optimizer.
 
 These are the *model FLOPs* of MFU (PaLM, arXiv:2204.02311, appendix B). tests/unit/test_planning_flops.py compares them
 with torch's counter, which also sees what is thrown away: `executed`.

@@ -93,7 +93,7 @@ def check_plannable(args: Namespace) -> None:
 
 
 def stages(network: Network, args: Namespace, layout: Layout) -> list[list[list[Layer]]]:
-    """[stage][chunk] -> layers, as Megatron's get_num_layers_to_build and get_transformer_layer_offset share them out."""
+    """[stage][chunk] -> layers, as Megatron's get_num_layers_to_build and get_transformer_layer_offset divide them."""
     pp, v, L = layout.pipeline, layout.virtual, len(network.layers)
     counts = [0] * pp
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers

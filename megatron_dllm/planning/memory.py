@@ -1,15 +1,15 @@
 """Memory of every rank, by part.
 
-    weights      of this pipeline stage, in the run's precision; of a draft its frozen target too
-    gradients    Megatron's buffer, never sharded (its distributed optimizer reduces it in place)
-    optimizer    Adam's two moments, and below fp32 a copy of the weights in fp32; shared out among data- and
-                 context-parallel ranks by --use-distributed-optimizer (experts: among those with the same experts)
-    activations  what micro-batches in flight keep for backward (activations.py)
-    head         the gradients that the head takes along in the forward pass, and one chunk of logits
-    masks        of attention, and what it takes to make one
-    working      what backward needs beside: one layer again under recomputation, gradients of its widest activations,
-                 and of its largest weight
-    reserve      CUDA context, NCCL's buffers, fragmentation: an allowance, not computed
+weights      of this pipeline stage, in the run's precision; of a draft its frozen target too
+gradients    Megatron's buffer, never sharded (its distributed optimizer reduces it in place)
+optimizer    Adam's two moments, and below fp32 a copy of the weights in fp32; shared out among data- and
+             context-parallel ranks by --use-distributed-optimizer (experts: among those with the same experts)
+activations  what micro-batches in flight keep for backward (activations.py)
+head         the gradients that the head takes along in the forward pass, and one chunk of logits
+masks        of attention, and what it takes to make one
+working      what backward needs beside: one layer again under recomputation, gradients of its widest activations,
+             and of its largest weight
+reserve      CUDA context, NCCL's buffers, fragmentation: an allowance, not computed
 """
 
 from argparse import Namespace
@@ -26,8 +26,8 @@ from megatron_dllm.planning.network import Count, Layer, Network
 from megatron_dllm.planning.rows import Rows
 
 PARTS = "weights gradients optimizer activations head masks working reserve".split()
-# Making a block mask evaluates the rule for all pairs at once: bytes of a pair while that goes on, for every mode, as the
-# peak of a process on a CPU shows (torch 2.14; tests/unit/test_planning_memory.py).
+# Making a block mask (torch's create_block_mask) evaluates the rule for all pairs at once. Bytes of a pair while that
+# goes on: the peak of a process on a CPU, the same for every mode (tests/unit/test_planning.py).
 _RULE_BYTES = 10
 _CONTEXT = 2.0 * 2**30  # CUDA context and libraries
 _COMMUNICATOR = 0.25 * 2**30  # NCCL, for each kind of group that is larger than 1

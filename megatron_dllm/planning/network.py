@@ -139,7 +139,9 @@ class Network:
     @property
     def active(self) -> int:
         """Parameters that one token meets: of the experts only the chosen ones, and no embedding."""
-        idle = sum(layer.count.expert * (layer.experts - layer.active) // max(1, layer.experts) for layer in self.layers)
+        idle = sum(
+            layer.count.expert * (layer.experts - layer.active) // max(1, layer.experts) for layer in self.layers
+        )
         return self.count.total - idle - (0 if self.tied or self.target else self.vocabulary * self.width)
 
 
@@ -221,8 +223,8 @@ def _target(args: Namespace) -> tuple[Network, int]:
     backend = backend_of(args)
     if backend != MEGATRON:
         raise UnknownNetwork(
-            f"--dflash-target-backend {backend}: what transformers needs for a model cannot be planned, only targets of "
-            "our own families (leave the flag out)."
+            f"--dflash-target-backend {backend}: what transformers needs for a model cannot be planned, only targets "
+            "of our own families (leave the flag out)."
         )
     described = describe(args.dflash_target, backend, args.trust_remote_code)
     own = _own(args, described)

@@ -34,7 +34,8 @@ def table(header: list[str], rows: list[list[str]], markdown: bool = False) -> s
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
     align = lambda line: "  ".join(
-        cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        cell.ljust(width) if i == 0 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(line, widths, strict=True))
     )
     return "\n".join(align(line).rstrip() for line in [header, *rows])
 
@@ -53,7 +54,9 @@ def describe_work(plan: Plan) -> str:
         + "".join(f", {count:.0f} scored for {name}" for name, count in rows.scored.items())
         + f"; attention sees {rows.pairs['rule'] / dense:.1%} of all pairs.",
         f"{total / rows.data / 1e9:.2f} GFLOP a data token, forward and backward: "
-        + ", ".join(f"{name} {value / total:.1%}" for name, value in sorted(flops.items(), key=lambda x: -x[1]) if value),
+        + ", ".join(
+            f"{name} {value / total:.1%}" for name, value in sorted(flops.items(), key=lambda x: -x[1]) if value
+        ),
     ]
     return "\n".join(lines)
 

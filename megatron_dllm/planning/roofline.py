@@ -189,7 +189,10 @@ class Roofline:
         seconds = {"gradients": 0.0, "weights": 0.0}
         count = max(stage_counts(self.network, args, lay), key=lambda count: sum(trained(count, lay)))
         dense, expert = trained(count, lay)
-        groups = ((dense, lay.data * lay.context, lay.tensor), (expert, lay.expert_data, lay.expert * lay.expert_tensor))
+        groups = (
+            (dense, lay.data * lay.context, lay.tensor),
+            (expert, lay.expert_data, lay.expert * lay.expert_tensor),
+        )
         for number, ranks, stride in groups:
             if ranks == 1 or not number:
                 continue

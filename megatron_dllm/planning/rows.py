@@ -36,9 +36,9 @@ class Rows:
     """Numbers of one micro-batch, or means over several.
 
     samples; data: tokens of text (without padding); processed: rows of the network's input, Q a sample; context: of
-    these, in a draft, the text (which has no queries); canvas: a sample's rows of blocks beside the text; scored: by loss term, rows that go through the head.
-    pairs: by kind, pairs of a query and a key that it sees; tiled: those in tiles of which some pair is seen. first: of a pass
-    without a graph that comes before.
+    these, in a draft, the text (which has no queries); canvas: a sample's rows of blocks beside the text; scored: by
+    loss term, rows that go through the head. pairs: by kind, pairs of a query and a key that it sees; tiled: those in
+    tiles of which some pair is seen. first: of a pass without a graph that comes before.
     """
 
     samples: float = 0.0
@@ -188,7 +188,9 @@ def expected_rows(args: Namespace, document: int | None = None, answer: float = 
             counted.append(batch)
     rows = total.scaled(1 / SAMPLES)
     share = PAIRS // len(counted)
-    means = functools.reduce(Rows.__add__, [_pairs_of(batch, args, share) for batch in counted]).scaled(1 / len(counted))
+    means = functools.reduce(Rows.__add__, [_pairs_of(batch, args, share) for batch in counted]).scaled(
+        1 / len(counted)
+    )
     rows.pairs, rows.tiled = means.pairs, means.tiled
     if probability:  # validation noise tosses no coin
         rows.first = means.first.scaled(probability)
@@ -215,4 +217,3 @@ def _text(args: Namespace, length: int, document: int | None, answer: float, ind
         position_S=position_S,
         index=index,
     )
-

@@ -1,7 +1,7 @@
 """Which layouts a command can be run in, what each of them costs, and which are the fastest that fit.
 
-A layout is tried by setting flags and asking the checks that a run would ask (arguments.check_arguments, then Megatron's
-own): nothing here knows what may be combined with what. Flags that the user has given stay as they are.
+A layout is tried by setting flags and asking the checks that a run would ask (arguments.check_arguments, then
+Megatron's own): nothing here knows what may be combined with what. Flags that the user has given stay as they are.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from megatron_dllm.arguments import check_arguments, check_with_megatron
 from megatron_dllm.data.tokenizer import Tokenizer
-from megatron_dllm.models.weights import is_gemma
+from megatron_dllm.models.weights import is_gemma, target_layers
+from megatron_dllm.modes import get_mode
 from megatron_dllm.planning.hardware import Gpu
 from megatron_dllm.planning.layout import Layout, check_plannable
 from megatron_dllm.planning.memory import Memory, rank_memory, worst
@@ -70,8 +71,9 @@ class Plan:
 
 
 class Search:
-    """args, given: of a parsed command, unchecked, with its number of processes; tokenizer: a stand-in where the command
-    names none; document, answer: see expected_rows; rows: what another search for the same command has counted."""
+    """args, given: of a parsed command, unchecked, with its number of processes; tokenizer: a stand-in where the
+    command names none; document, answer: see expected_rows; rows: what another search for the same command has
+    counted."""
 
     def __init__(
         self,
@@ -132,10 +134,12 @@ class Search:
             if world % (tp * pp * cp):
                 continue
             data = world // (tp * pp * cp)
-            for more in itertools.product(
-                self._experts(tp, pp, cp, data), self._virtual(pp), self._exchanges(cp)
-            ):
-                sizes = {"tensor-model-parallel-size": tp, "pipeline-model-parallel-size": pp, "context-parallel-size": cp}
+            for more in itertools.product(self._experts(tp, pp, cp, data), self._virtual(pp), self._exchanges(cp)):
+                sizes = {
+                    "tensor-model-parallel-size": tp,
+                    "pipeline-model-parallel-size": pp,
+                    "context-parallel-size": cp,
+                }
                 flags = [word for name, size in sizes.items() for word in self._flag(name, size) if size > 1]
                 if tp > 1 and "sequence_parallel" not in self.given:
                     flags.append("--sequence-parallel")
@@ -156,7 +160,9 @@ class Search:
         ranks = self.args.world_size // pp
         sizes = [2**i for i in range(min(ranks, self.args.num_experts).bit_length()) if ranks % 2**i == 0]
         choices = [[]] if tp == 1 else [["--expert-tensor-parallel-size", "1"], []]
-        return [[*(["--expert-model-parallel-size", str(ep)] if ep > 1 else []), *etp] for ep in sizes for etp in choices]
+        return [
+            [*(["--expert-model-parallel-size", str(ep)] if ep > 1 else []), *etp] for ep in sizes for etp in choices
+        ]
 
     def _virtual(self, pp: int) -> list[list[str]]:
         names = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}
@@ -220,7 +226,9 @@ class Search:
         if key not in self._networks:
             self._networks[key] = Network.of(args)
         network = self._networks[key]
-        lengths = args.seq_length, args.dllm_length_multiple
+        beside = hasattr(get_mode(args.dllm_mode), "model_length") or target_layers(args) is not None
+        # blocks beside the text are padded to what the layout can split
+        lengths = args.seq_length, args.dllm_length_multiple if beside else 1
         if lengths not in self.rows:
             self.rows[lengths] = expected_rows(args, self.document, self.answer)
         rows, layout = self.rows[lengths], Layout.of(args, on_gpu=True)

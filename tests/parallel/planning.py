@@ -3,6 +3,7 @@
 Run by the pool's workers (`function="tests.parallel.planning:observe"`).
 """
 
+import functools
 import sys
 
 import torch
@@ -41,8 +42,9 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
                 storage = tensor.untyped_storage()
                 seen = self._known.get(storage._cdata, ())
                 if seen == () or (seen is not None and seen[0].expired()):
@@ -153,7 +155,7 @@ def observe(case: dict, store) -> dict:
     originals = [(module, name, getattr(module, name)) for module, name, _ in places]
     lay_out = Collate.layout
     for module, name, replacement in places:
-        setattr(module, name, lambda *a, _r=replacement, _o=getattr(module, name), **k: _r(_o, *a, **k))
+        setattr(module, name, functools.partial(replacement, getattr(module, name)))
     Collate.layout = lambda collate, samples: watch.layout(lay_out, collate, samples)
     try:
         pretrain(args, datasets, store=store)

@@ -120,7 +120,9 @@ def test_modes(observe, mode):
     check(observe(1, MODES[mode]))
 
 
-@pytest.mark.parametrize(("processes", "flags"), [(1, ""), (1, "--dflash-kl-weight 1 --dflash-loss-decay inf"), (2, SP)])
+@pytest.mark.parametrize(
+    ("processes", "flags"), [(1, ""), (1, "--dflash-kl-weight 1 --dflash-loss-decay inf"), (2, SP)]
+)
 def test_drafts(observe, processes, flags):
     check(observe(processes, f"{DRAFT} {flags}"))
 

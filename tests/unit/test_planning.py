@@ -1,8 +1,9 @@
-"""What a plan counts without running anything: pairs by the rule, layouts by the checks, sentences for what cannot be."""
+"""What a plan counts without running anything: pairs by the rule, layouts by the checks, and what it refuses."""
 
 import json
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -12,13 +13,15 @@ from megatron_dllm.arguments import read_command_line
 from megatron_dllm.metrics import throughput
 from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import BLOCK, CLEAN, DOCUMENT, NOISY, NUM_ATTRIBUTES, POSITION, STREAM
+from megatron_dllm.planning import memory
 from megatron_dllm.planning.command import own_words, plan_command
 from megatron_dllm.planning.hardware import GPUS, recognise
-from megatron_dllm.planning.rows import RULE, TARGET, TILE, WINDOW, count_pairs, count_rows, expected_rows, rules
+from megatron_dllm.planning.rows import RULE, TILE, WINDOW, count_pairs, count_rows, expected_rows, rules
 from tests.hf_models import make
 
 TINY = (
-    "--model-preset tiny --tokenizer-type ByteLevelTokenizer --data-path x --micro-batch-size 1 --lr 1e-3 --train-iters 1"
+    "--model-preset tiny --tokenizer-type ByteLevelTokenizer --data-path x --micro-batch-size 1 --lr 1e-3 "
+    "--train-iters 1"
 ).split()
 MODES = {
     "mdlm": "--dllm-mode mdlm",
@@ -153,7 +156,10 @@ def command_words(text: str, **values: str) -> list[str]:
         ("--dllm-mode mdlm --model-preset llada-8b --seq-length 4096", 16),
         ("--dllm-mode hybrid --model-preset qwen3-8b --seq-length 8192 --dllm-mask-token-id 200 --best 1", 64),
         ("--dllm-mode bd3lm --model-preset llada2-mini --seq-length 2048 --best 1", 32),
-        ("--dllm-mode block_diffusion --model-preset diffusion-gemma-26b-a4b --seq-length 4096 --gpu b200 --best 1", 16),
+        (
+            "--dllm-mode block_diffusion --model-preset diffusion-gemma-26b-a4b --seq-length 4096 --gpu b200 --best 1",
+            16,
+        ),
     ],
 )
 def test_the_printed_command_passes_all_checks(plan, monkeypatch, capsys, tmp_path, flags, gpus):
@@ -202,8 +208,8 @@ def test_a_given_layout_is_what_is_planned(plan):
 
 def test_memory_falls_with_what_shares_it(plan):
     def total(more: str) -> dict:
-        base = "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --micro-batch-size 1 --gpu b200 --json --best 1 "
-        entry = json.loads(plan(base + more))[0]
+        base = "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --micro-batch-size 1 --gpu b200 --best 1"
+        entry = json.loads(plan(f"{base} --json {more}"))[0]
         return max(entry["memory_bytes"], key=lambda parts: sum(parts.values()))
 
     fixed = "--pipeline-model-parallel-size 1 --context-parallel-size 1"
@@ -216,22 +222,20 @@ def test_memory_falls_with_what_shares_it(plan):
     assert one["weights"] == pytest.approx(2 * 8.0156e9, rel=1e-3) and one["gradients"] == 2 * one["weights"]
 
 
+LLADA = "--dllm-mode mdlm --model-preset llada-8b"
 SENTENCES = {
-    "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096": "--gpus is missing",
-    "--dllm-mode mdlm --model-preset llada-8b --gpus 8": "--seq-length is missing",
-    "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --gpus 12": "no whole nodes of 8",
-    "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --gpus 0": "--gpus 0 is too small",
-    "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --gpus 1": r"the closest, one GPU .* GiB too many",
-    "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --gpus 8 --answer-share 0": "--answer-share 0.0 is no",
+    f"{LLADA} --seq-length 4096": "--gpus is missing",
+    f"{LLADA} --gpus 8": "--seq-length is missing",
+    f"{LLADA} --seq-length 4096 --gpus 12": "no whole nodes of 8",
+    f"{LLADA} --seq-length 4096 --gpus 0": "--gpus 0 is too small",
+    f"{LLADA} --seq-length 4096 --gpus 1": r"the closest, one GPU .* GiB too many",
+    f"{LLADA} --seq-length 4096 --gpus 8 --answer-share 0": "--answer-share 0.0 is no",
+    f"{LLADA} --seq-length 4096 --gpus 8 --context-parallel-size 2 --cp-comm-type p2p": "cannot carry a diffusion mask",
+    f"{LLADA} --seq-length 4096 --gpus 8 --tensor-model-parallel-size 3": "no layout of 8 GPU|cannot be laid out",
+    f"{LLADA} --seq-length 4096 --gpus 8 --dllm-block-size 4": "has no effect on",
+    f"{LLADA} --seq-length 4096 --gpus 8 --optimizer muon": "cannot be planned",
+    f"{LLADA} --seq-length 4096 --gpus 8 --peak-tflops 0": "--peak-tflops 0.0 is no speed",
     "--dllm-mode mdlm --model-preset tiny --seq-length 64 --gpus 8": "how large is the vocabulary",
-    "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --gpus 8 --cp-comm-type p2p --context-parallel-size 2": (
-        "cannot carry a diffusion mask"
-    ),
-    "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --gpus 8 --tensor-model-parallel-size 3": (
-        "no layout|cannot be laid out|not divisible"
-    ),
-    "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --gpus 8 --dllm-block-size 4": "has no effect on",
-    "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --gpus 8 --optimizer muon": "cannot be planned",
 }
 
 
@@ -254,6 +258,23 @@ def test_scaling_is_against_the_smallest_number_that_fits(plan):
     assert [line[0] for line in cells[2:]] == ["2", "8", "64"] and len({len(line) for line in cells}) == 1
     assert re.fullmatch(r"nothing fits: [\d.]+ GiB too many", cells[2][1])
     assert cells[3][-1] == "100%" and 80 <= int(cells[4][-1].rstrip("%")) <= 100
+
+
+def test_making_a_block_mask_takes_so_much():
+    """Measured in a process of its own, whose peak is that of the mask."""
+    code = (
+        "import resource, torch, megatron_dllm\n"
+        "from megatron_dllm.models.attention import masks\n"
+        "from megatron_dllm.modes import hybrid\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "attributes = torch.zeros(1, 6144, 4, dtype=torch.int32)\n"
+        "masks.block(hybrid.visible, attributes[:, :256].contiguous(), slice(None))\n"
+        "before = peak()\n"
+        "masks.block(hybrid.visible, attributes, slice(None))\n"
+        "print((peak() - before) / 6144**2)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(result.stdout.split()[-1]) == pytest.approx(memory._RULE_BYTES, rel=0.1)
 
 
 # --- what the log divides by ------------------------------------------------------------------------------------------
