@@ -16,7 +16,7 @@ from megatron_dllm.modes.base import BLOCK, CLEAN, DOCUMENT, NOISY, NUM_ATTRIBUT
 from megatron_dllm.planning import memory
 from megatron_dllm.planning.command import own_words, plan_command
 from megatron_dllm.planning.hardware import GPUS, recognise
-from megatron_dllm.planning.rows import RULE, TILE, WINDOW, count_pairs, count_rows, expected_rows, rules
+from megatron_dllm.planning.rows import RULE, TARGET, TILE, WINDOW, count_pairs, count_rows, expected_rows, rules
 from tests.hf_models import make
 
 TINY = (
@@ -249,6 +249,22 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(plan, flags):
 def test_flags_of_the_tool_stay_out_of_the_command():
     argv = "--gpus 8 --seq-length 64 --json --gpu=h200 --best 3 --bf16".split()
     assert own_words(argv) == ["--seq-length", "64", "--bf16"]
+
+
+def test_a_folder_and_a_draft_beside_its_target(plan, tmp_path):
+    """Shapes come from config.json; a draft's target is frozen weights, and a part of the operations."""
+    folder, model = make("qwen3", tmp_path)
+    entry = json.loads(plan(f"--dllm-mode mdlm --hf-model {folder} --seq-length 64 --gpus 2 --json --best 1"))[0]
+    table = model.get_input_embeddings().weight
+    padding = 2 * (128 - len(table)) * table.shape[1]  # --make-vocab-size-divisible-by
+    assert entry["parameters"] == sum(p.numel() for p in model.parameters()) + padding
+    draft = f"--dllm-mode dflash --dflash-target {folder} --num-layers 1 --seq-length 64 --dllm-block-size 4"
+    flags = f"{draft} --dflash-num-anchors 8 --gpus 2 --json --best 1 --make-vocab-size-divisible-by 1"
+    entry = json.loads(plan(f"{flags} --tensor-model-parallel-size 1 --micro-batch-size 1"))[0]
+    both = entry["parameters"] + sum(p.numel() for p in model.parameters())
+    assert entry["memory_bytes"][0]["weights"] == 2 * both and set(entry["rows"]["pairs"]) == {RULE, TARGET}
+    assert entry["rows"]["processed"] == 64 + 8 * 4 and entry["rows"]["context"] == 64
+    assert entry["flops_per_data_token"]["target"] > 0
 
 
 def test_scaling_is_against_the_smallest_number_that_fits(plan):
