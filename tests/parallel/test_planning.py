@@ -17,7 +17,6 @@ MODES = {
     "mdlm": "",
     "mdlm without a mask": "--dllm-cross-document-attention",
     "hybrid": "--dllm-mode hybrid --dllm-block-size 5",
-    "bd3lm": "--dllm-mode bd3lm --dllm-block-size 5",
     "bd3lm complementary": "--dllm-mode bd3lm --dllm-block-size 5 --bd3lm-complementary-masks",
     "idlm": "--dllm-mode idlm",
     "scdd": "--dllm-mode scdd",
@@ -39,7 +38,6 @@ RECOMPUTED = {
 HYBRID = "--dllm-mode hybrid --dllm-block-size 5"
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 LAYOUTS = {
-    "TP2": (2, f"{HYBRID} --tensor-model-parallel-size 2"),
     "TP4 SP, fewer groups": (4, "--tensor-model-parallel-size 4 --sequence-parallel --num-query-groups 2"),
     "TP2 SP": (2, f"{HYBRID} {SP}"),
     "PP4": (4, "--pipeline-model-parallel-size 4 --micro-batch-size 1"),
@@ -48,14 +46,13 @@ LAYOUTS = {
         2,
         "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 --tie-embeddings-and-output-weights",
     ),
-    "CP2 a2a": (2, f"{HYBRID} --context-parallel-size 2"),
+    "CP2 a2a": (2, f"{HYBRID} --context-parallel-size 2 --use-distributed-optimizer"),
     "CP2 all_gather": (2, f"{HYBRID} --context-parallel-size 2 --cp-comm-type all_gather"),
     "DP2": (2, "--use-distributed-optimizer"),
     "DP2 bf16": (2, "--use-distributed-optimizer --bf16"),
     "EP2": (2, "--model-preset tiny-moe --expert-model-parallel-size 2 --use-distributed-optimizer"),
     "TP2 SP EP2": (2, f"--model-preset tiny-moe {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"),
-    "TP2 SP experts": (2, f"--model-preset tiny-moe {SP}"),
-    "TP2 SP PP2 CP1 experts": (4, f"--model-preset tiny-moe {SP} --pipeline-model-parallel-size 2"),
+    "TP2 SP PP2 experts": (4, f"--model-preset tiny-moe {SP} --pipeline-model-parallel-size 2"),
     "gemma TP2 SP": (2, f"{GEMMA} {SP}"),
     "gemma CP2": (2, f"{GEMMA} --context-parallel-size 2"),
 }
@@ -95,7 +92,8 @@ def check(ranks: list[dict], recomputes: bool = False) -> None:
     assert total("optimizer") == plan("optimizer")
     # ranks may differ, where experts are chosen unevenly
     kept, expected = (sum(sum(values) for values in lists) for lists in zip(*map(_kept, ranks), strict=True))
-    assert abs(expected - kept) < 0.02 * kept
+    close = 0.005 if len(ranks) == 1 else 0.02
+    assert abs(expected - kept) < close * kept
     counted = sum(sum(_parts(rank["planned"]["flops"]).values()) for rank in ranks) / parallel
     logged = plan("model_flops") / parallel  # on every rank; batches as small as these are counted pair by pair
     assert all(rank["logged"] == pytest.approx(logged, rel=1e-9) for rank in ranks)
