@@ -5,6 +5,7 @@ tokenizer, learning rate) may be left out; the printed command then has $DATA an
 """
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
@@ -14,6 +15,7 @@ import sys
 
 from megatron_dllm.arguments import parse_command_line
 from megatron_dllm.data.tokenizer import ByteLevel, Tokenizer, build_tokenizer
+from megatron_dllm.launch import quiet
 from megatron_dllm.planning import report
 from megatron_dllm.planning.hardware import GPUS, Gpu
 from megatron_dllm.planning.search import Plan, Search, default_batch
@@ -43,6 +45,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def plan_command(argv: list[str]) -> str:
     """What to print. Raises ValueError (one sentence)."""
+    helps = {"-h", "--help"} & set(argv)  # which the parser prints
+    with contextlib.nullcontext() if helps else quiet():
+        return _answer(argv)
+
+
+def _answer(argv: list[str]) -> str:
     words = own_words(argv)
     names = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     words += _defaults(names)

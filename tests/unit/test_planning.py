@@ -194,6 +194,13 @@ def test_json_says_the_same_in_numbers(plan):
     assert sum(best["flops_per_data_token"].values()) == pytest.approx(expected, rel=1e-3)
 
 
+def test_nothing_else_is_on_standard_output(plan, capsys):
+    """What presets and Megatron say of themselves would be no JSON."""
+    flags = "--dllm-mode hybrid --model-preset nemotron-labs-diffusion-8b --seq-length 1024 --gpus 16 --json --best 1"
+    json.loads(plan(f"{flags} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --micro-batch-size 1"))
+    assert capsys.readouterr().out == ""
+
+
 def test_a_given_layout_is_what_is_planned(plan):
     flags = (
         "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --gpus 32 --tensor-model-parallel-size 4 "
