@@ -130,6 +130,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "steps and stop on a difference.",
     )
 
+    group.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=None,
+        metavar="TFLOP/S",
+        help="What a GPU can do at most in the run's precision, for the MFU in the log; default: known by its name for "
+        "H100, H200 and B200.",
+    )
+
     # The opposites of Megatron's flags whose default is today's usual architecture here (see _defaults).
     opposites = (
         ("--tie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", "store_false"),
@@ -283,7 +292,17 @@ def read_command_line(
     For tools that read a training command without training: `extend(parser)` adds their flags, `adapt(args)`
     changes what was given before it is checked.
     """
-    from megatron.training.arguments import parse_args, validate_args
+    args, given = parse_command_line(extend)
+    if adapt is not None:
+        adapt(args)
+    tokenizer = check_arguments(args, given)
+    check_with_megatron(args)
+    return args, tokenizer
+
+
+def parse_command_line(extend: Callable | None = None) -> tuple[argparse.Namespace, set[str]]:
+    """(args, which of them were given) of `sys.argv`, unchecked but for what a parser sees."""
+    from megatron.training.arguments import parse_args
 
     given: set[str] = set()
 
@@ -299,10 +318,12 @@ def read_command_line(
                 raise ValueError(f"{' and '.join(twice)} are one flag: give it once.")
         return parser
 
-    args = parse_args(provider)
+    return parse_args(provider), given
+
+
+def check_arguments(args: argparse.Namespace, given: set[str], tokenizer: Tokenizer | None = None) -> Tokenizer:
+    """Our own checks, in place: all that does not need Megatron's. tokenizer: if it is known already."""
     mode = get_mode(args.dllm_mode)
-    if adapt is not None:
-        adapt(args)
     check_flags(args, given)
     check_conversion(args, given)
     check_precision(args, given)
@@ -311,13 +332,20 @@ def read_command_line(
     check_gemma(args, given)
     check_widths(args)
     check_lora(args, given)
-    tokenizer = build_tokenizer(args)
+    tokenizer = tokenizer or build_tokenizer(args)
     resolve_vocabulary(args, tokenizer, mode)
     mode.validate(args)
     set_model_length(args, mode)
     args.dllm_state = {}  # what a mode learns from one step for the next
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.dllm_sequence_length
+    return tokenizer
+
+
+def check_with_megatron(args: argparse.Namespace) -> None:
+    """Megatron's own checks, of arguments that have passed ours; in place."""
+    from megatron.training.arguments import validate_args
+
     longest = args.max_position_embeddings
     args.max_position_embeddings = max(longest, args.seq_length)  # several streams share positions
     ranks_of_experts = args.expert_model_parallel_size
@@ -330,7 +358,6 @@ def read_command_line(
         raise ValueError(f"Megatron refuses this combination of flags: {str(error) or condition}") from error
     args.max_position_embeddings, args.expert_model_parallel_size = longest, ranks_of_experts
     long_runs.settle(args)
-    return args, tokenizer
 
 
 def fail(error: Exception) -> None:

@@ -1,6 +1,8 @@
-"""What a diffusion researcher looks at: the loss by noise level and by place in a block, and memory."""
+"""What a diffusion researcher looks at: the loss by noise level and by place in a block, throughput and memory."""
 
 import torch
+
+from megatron_dllm.planning.hardware import TERA, recognise
 
 LEVELS = 10  # bins of the noise level t in [0, 1]
 PLACES = 32  # bins of the place in a block; of a longer block the last bin takes the rest
@@ -73,6 +75,24 @@ class LossCurves:
             self.by_level.add(nll_N, levels_N * LEVELS)
         if offsets_N is not None:
             self.by_place.add(nll_N, offsets_N)
+
+
+def throughput(flops: float, seconds: float, args) -> dict[str, float]:
+    """Of a step of so many model FLOPs (planning/flops.py) over all ranks: TFLOP/s of a rank, and where its peak is
+    known the share of that in per cent. Nothing if FLOPs are not counted."""
+    if not flops:
+        return {}
+    reached = flops / seconds / args.world_size / TERA
+    peak = peak_tflops(args)
+    return {"TFLOP/s per rank": reached} | ({} if peak is None else {"MFU (%)": 100 * reached / peak})
+
+
+def peak_tflops(args) -> float | None:
+    """--peak-tflops, or that of this process's GPU; None if it is not known."""
+    if args.peak_tflops is not None or not torch.cuda.is_available():
+        return args.peak_tflops
+    gpu = recognise(torch.cuda.get_device_name())
+    return None if gpu is None else gpu.peak(bool(args.fp8)) / TERA
 
 
 def memory_gib() -> float:

@@ -43,6 +43,7 @@ class RankBatch:
     both sides; None where everything is visible to everything, so that no mask is needed.
     counts, tokens: this micro-batch's contributions, the same on every context-parallel peer.
     denominators, microbatches: filled in once the whole step has been read (see data/stream.py).
+    flops: model FLOPs of the whole micro-batch (planning/flops.py); 0 where nobody asks.
     digest: hash of everything above before slicing; equal on all tensor/context/pipeline peers.
     self_conditioned_B: as in ModelInput.
     """
@@ -57,6 +58,7 @@ class RankBatch:
     canvas_rows: int = 0  # of the rows that are a mode's canvases, how many are this rank's; the last ones
     first: "RankBatch | None" = None  # as much of it as a first pass needs (self_conditioning.py)
     soft: tuple[torch.Tensor, torch.Tensor] | None = None  # what that pass made of the canvases
+    flops: float = 0.0
     digest: int = 0
     denominators: dict[str, float] = field(default_factory=dict)
     microbatches: int = 1

@@ -23,7 +23,7 @@ from megatron_dllm import exit_signal, fixes
 from megatron_dllm.conversion.source import Source, load_into
 from megatron_dllm.data.datasets import Datasets
 from megatron_dllm.data.stream import StepStream, build_stream
-from megatron_dllm.metrics import LossCurves, memory_gib
+from megatron_dllm.metrics import LossCurves, memory_gib, throughput
 from megatron_dllm.models import dflash, get_family, target
 from megatron_dllm.models.dlm import DiffusionLM
 from megatron_dllm.models.draft import DraftModel
@@ -105,9 +105,9 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     return [pipeline_ranks[0], pipeline_ranks[-1]] if tied and len(pipeline_ranks) > 1 else [pipeline_ranks[0]]
 
 
-def data_provider(datasets: Datasets):
-    """What `pretrain` calls for its three iterators, once per virtual pipeline chunk."""
-    shared_counts = {split: {} for split in Split}
+def data_provider(datasets: Datasets, shared_counts: dict[Split, dict]):
+    """What `pretrain` calls for its three iterators, once per virtual pipeline chunk. shared_counts: by split, what a
+    step holds over all ranks (StepStream)."""
 
     def provide(num_samples, vp_stage=None):
         args = get_args()
@@ -210,6 +210,7 @@ class _Hooks:
         self.seconds = 0.0
         self.steps_verified = 0
         self.model = self.datasets = None
+        self.counts: dict[Split, dict] = {split: {} for split in Split}
 
     def step(self, forward_step_func, data_iterator, *args, iteration: int, **kwargs):
         if self.steps_verified < get_args().dllm_verify_peers:
@@ -251,6 +252,8 @@ class _Hooks:
                 loss_dict[f"{name} tokens/s"] = loss_dict[f"{name} tokens"] / self.seconds
             for name, value in get_args().dllm_state.items():  # what the next step will use
                 loss_dict[f"next {name}"] = loss_dict["loss"].new_tensor(value)
+            for name, value in throughput(self.flops(), self.seconds, get_args()).items():
+                loss_dict[name] = loss_dict["loss"].new_tensor(value)
             loss_dict["memory (GiB)"] = loss_dict["loss"].new_tensor(memory_gib())
         result = self.training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if iteration % get_args().log_interval == 0:
@@ -260,6 +263,11 @@ class _Hooks:
         if every and iteration % every == 0:
             self._log_acceptance(iteration)
         return result
+
+    def flops(self, *args, **kwargs) -> float:
+        """Model FLOPs of the last step, on every rank; in place of Megatron's count, which is of a causal model with
+        one stream and a head on every row."""
+        return self.counts[Split.train].get("flops", 0.0)
 
     def _log_acceptance(self, iteration: int) -> None:
         from megatron_dllm.generation.acceptance import tokens_per_pass
@@ -321,6 +329,7 @@ def install() -> _Hooks:
     megatron_training.evaluate = hooks.evaluate
     megatron_training.save_checkpoint = hooks.save
     megatron_training.dummy_train_step = long_run.leave_out_step
+    megatron_training.num_floating_point_operations = hooks.flops
     megatron_training.get_forward_backward_func = with_first_pass(megatron_training.get_forward_backward_func)
     return hooks
 
@@ -329,6 +338,7 @@ def pretrain(args, datasets: Datasets, store=None) -> None:
     """Train as `args` say (from `parse_arguments`). `store`: rendezvous for tests that reuse processes."""
     hooks = install()
     hooks.steps_verified, hooks.model, hooks.datasets = 0, None, datasets
+    hooks.counts = {split: {} for split in Split}
     loss_curves.reset()
     term_weights.clear()
     if args.exit_signal_handler:
@@ -337,7 +347,7 @@ def pretrain(args, datasets: Datasets, store=None) -> None:
         args.eval_iters = 0  # nothing to evaluate on: Megatron would ask for samples all the same
     long_run.start(args)
     try:
-        _pretrain(args, datasets, store)
+        _pretrain(args, datasets, hooks.counts, store)
         long_run.stop()
     except BaseException as error:  # a SystemExit may be the regular end
         long_run.stop(error)
@@ -347,10 +357,10 @@ def pretrain(args, datasets: Datasets, store=None) -> None:
         long_run.exporter.wait()
 
 
-def _pretrain(args, datasets: Datasets, store) -> None:
+def _pretrain(args, datasets: Datasets, counts: dict[Split, dict], store) -> None:
     megatron_training.pretrain(
         pretrain_cfg_container_from_args(args, None),
-        data_provider(datasets),
+        data_provider(datasets, counts),
         ModelType.encoder_or_decoder,
         forward_step,
         model_provider=model_provider,

@@ -4,6 +4,8 @@ Every check raises ValueError with one sentence that says what to do.
 """
 
 import argparse
+import functools
+import math
 from types import ModuleType
 
 import torch
@@ -122,6 +124,8 @@ def check_flags(args, given: set[str]) -> None:
         raise ValueError(f"--transformer-impl {args.transformer_impl}: use local or transformer_engine.")
     if args.transformer_impl == "local" and args.normalization != "RMSNorm":
         raise ValueError(f"--normalization {args.normalization} needs --transformer-impl transformer_engine.")
+    if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
+        raise ValueError(f"--peak-tflops {args.peak_tflops} is no speed: give a positive number.")
     for required in (
         "num_layers",
         "hidden_size",
@@ -167,13 +171,14 @@ def _check_mode_flags(mode: str, given: set[str]) -> None:
 
 def mode_flags(mode: str) -> set[str]:
     """All flags that shape the objective of `mode`."""
-    return _private_flags(mode) | MODES[mode].USES
+    return set(_private_flags(mode)) | MODES[mode].USES
 
 
-def _private_flags(mode_name: str) -> set[str]:
+@functools.cache
+def _private_flags(mode_name: str) -> frozenset[str]:
     parser = argparse.ArgumentParser(add_help=False)
     MODES[mode_name].add_args(parser.add_argument_group(mode_name))
-    return {action.dest for action in parser._actions}
+    return frozenset(action.dest for action in parser._actions)
 
 
 def check_layout(args, mode: ModuleType) -> None:

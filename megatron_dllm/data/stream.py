@@ -8,7 +8,7 @@ the chunks of a rank share the reduced counts.
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core import mpu
@@ -21,6 +21,7 @@ from megatron_dllm.modes import get_mode
 from megatron_dllm.modes.base import ModelInput
 from megatron_dllm.noise import Draws, ValidationDraws
 from megatron_dllm.parallel import RankBatch, digest, first_pass_input, shard
+from megatron_dllm.planning.flops import flop_counter
 
 _ENDLESS = 10**15  # the sample stream has no end: data sets repeat themselves by epochs
 
@@ -47,10 +48,10 @@ class CorruptedSamples(torch.utils.data.Dataset):
 
 
 class Collate:
-    """Corrupted samples -> this rank's RankBatch."""
+    """Corrupted samples -> this rank's RankBatch. count_flops: of a micro-batch, for a run that logs them."""
 
-    def __init__(self, args, cp_size: int, cp_rank: int):
-        self.args, self.cp_size, self.cp_rank = args, cp_size, cp_rank
+    def __init__(self, args, cp_size: int, cp_rank: int, count_flops: Callable[[ModelInput], float] | None = None):
+        self.args, self.cp_size, self.cp_rank, self.count_flops = args, cp_size, cp_rank, count_flops
 
     def layout(self, samples: list) -> ModelInput:
         """The micro-batch as the mode lays it out, before it is sliced."""
@@ -68,6 +69,8 @@ class Collate:
         rank_batch = shard(batch, index, self.cp_size, self.cp_rank, mode.FULL_WITHIN_DOCUMENT)
         if (needed := first_pass_input(batch, args)) is not None:
             rank_batch.first = shard(needed, index, self.cp_size, self.cp_rank, full_within_document=False)
+        if self.count_flops is not None:
+            rank_batch.flops = self.count_flops(batch)
         if args.dllm_verify_peers:
             rank_batch.digest = digest(batch, index)
         return rank_batch
@@ -102,7 +105,8 @@ class StepStream:
         batches = [next(self.loader) for _ in range(self.microbatches())]
         key = (self.split, self.step)
         if self.shared_counts.get("key") != key:
-            self.shared_counts.update(key=key, counts=_reduce_counts(batches))
+            counts, flops = _reduce_counts(batches)
+            self.shared_counts.update(key=key, counts=counts, flops=flops)
         if not any(self.shared_counts["counts"].values()):
             self._tell_of_nothing()
         for batch in batches:
@@ -144,16 +148,18 @@ class StepStream:
                 )
 
 
-def _reduce_counts(batches: list[RankBatch]) -> dict[str, float]:
-    """Global count per term. Over data-parallel ranks WITHOUT context-parallel ones, which hold the same samples."""
+def _reduce_counts(batches: list[RankBatch]) -> tuple[dict[str, float], float]:
+    """Global count per term, and model FLOPs of the step. Over data-parallel ranks WITHOUT context-parallel ones, which
+    hold the same samples."""
     names = sorted(batches[0].counts)
     totals = torch.tensor(
-        [sum(batch.counts[name] for batch in batches) for name in names],
+        [*(sum(batch.counts[name] for batch in batches) for name in names), sum(batch.flops for batch in batches)],
         dtype=torch.float64,
         device=torch.cuda.current_device(),
     )
     torch.distributed.all_reduce(totals, group=mpu.get_data_parallel_group())
-    return dict(zip(names, totals.tolist(), strict=True))
+    *counts, flops = totals.tolist()
+    return dict(zip(names, counts, strict=True)), flops
 
 
 def build_stream(samples, split: Split, args, consumed: int, shared_counts: dict) -> StepStream | None:
@@ -164,7 +170,8 @@ def build_stream(samples, split: Split, args, consumed: int, shared_counts: dict
     sampler = MegatronPretrainingSampler(
         _ENDLESS, consumed, micro_batch, mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     )
-    collate = Collate(args, mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank())
+    count_flops = flop_counter(args) if split == Split.train else None
+    collate = Collate(args, mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank(), count_flops)
     loader = torch.utils.data.DataLoader(
         CorruptedSamples(samples, args, split),
         batch_sampler=sampler,

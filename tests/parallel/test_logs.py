@@ -45,7 +45,14 @@ def test_every_line_shows_the_iterations_own_loss(logged, name):
     assert [scalars["loss"][i] for i in (1, 2, 3)] == pytest.approx(results[-1]["losses"], rel=1e-6)
     norms = [float(re.search(r"grad norm: (\S+)", line).group(1)) for line in lines]
     assert norms == pytest.approx(results[-1]["grad_norms"], abs=6e-4)
-    for label in ("dllm loss", "learning rate", "data tokens/s", "processed tokens/s", "memory (GiB)"):
+    for label in (
+        "dllm loss",
+        "learning rate",
+        "data tokens/s",
+        "processed tokens/s",
+        "TFLOP/s per rank",
+        "memory (GiB)",
+    ):
         assert all(f"| {label}: " in line for line in lines)
 
 
@@ -68,6 +75,24 @@ def test_loss_by_level_adds_up_to_the_plain_mean(logged):
     _, scalars, _ = logged("1")
     bins = [values[1] for tag, values in scalars.items() if tag.startswith("loss by noise level") and 1 in values]
     assert all(4 < value < 8 for value in bins)  # ln 259 = 5.56 before any training
+
+
+@pytest.mark.parametrize("name", ("DP2", "PP2", "CP2"))
+def test_throughput_is_of_our_count(pool, tmp_path, name):
+    """TFLOP/s, the MFU and Megatron's own line are one count: by the step's seconds, the peak, the interval's."""
+    processes, flags = LAYOUTS[name]
+    argv = [*TINY, "--sft-data-path", write_chat(tmp_path), "--log-throughput", "--peak-tflops", 0.5, *flags.split()]
+    output = "".join(result["output"] for result in pool.run(argv, processes))
+    lines = [line for line in output.splitlines() if re.search(r"iteration +\d+/", line)]
+    number = lambda label, line: float(re.search(rf"{re.escape(label)}: (\S+)", line).group(1))
+    for line in lines:
+        reached = number("TFLOP/s per rank", line)
+        assert number("MFU (%)", line) == pytest.approx(100 * reached / 0.5, rel=1e-5)
+        tokens, per_second = number("processed tokens", line), number("processed tokens/s", line)
+        flops = reached * 1e12 * processes * tokens / per_second
+        # a token of these models: 6 for each parameter that multiplies, and some attention and head
+        assert 1 < flops / (tokens * 6 * 4 * 196_608) < 1.25
+        assert number("throughput per GPU (TFLOP/s/GPU)", line) <= reached + 0.05
 
 
 def test_evaluations_stay_out_of_the_loss_by_level(pool, tmp_path):
