@@ -68,7 +68,11 @@ class Kept:
         split_keys = net.qk_norm and not self.lossy_norm  # the product is kept by the norm of the keys' part
         value_is_own = cp > 1 or context > 0 or layer.shared or net.gemma  # copied, so no part of the product
         if split_keys or not value_is_own:
-            kept += keys * qkv * e
+            kept += T * qkv * e
+            if context and layer.groups >= tp:  # by the weight's rows of keys and values alone, of several groups a copy
+                kept += (context + (net.width if layer.groups > tp else 0)) * (layer.qkv - layer.query) / tp * e
+            else:
+                kept += context * qkv * e
         if net.qk_norm:
             copied = layer.heads > layer.groups >= tp  # else a part of the product
             kept += self.norm(T * h, d, output=False, source=copied)

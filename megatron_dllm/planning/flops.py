@@ -4,7 +4,7 @@ What is counted: matrix products, 2·m·n·k each. A product of a trained layer 
 of the input, gradient of the weight), of a frozen one as often as it is done. Attention is counted by the pairs of a
 query and a key that the mode's rule makes visible: 4·h·d a pair forward (scores, then values), twice that backward. The
 head is counted for the rows that some loss term scores. Not counted: recomputation, what a kernel computes and throws
-away (invisible pairs, queries of a draft's context), norms, activations, rotations, the optimizer.
+away (invisible pairs), norms, activations, rotations, the optimizer.
 
 These are the *model FLOPs* of MFU (PaLM, arXiv:2204.02311, appendix B). tests/unit/test_planning_flops.py compares them
 with torch's counter, which also sees what is thrown away: `executed`.
@@ -25,8 +25,7 @@ _LOGGED_PAIRS = 2**17  # of each micro-batch that is trained on; 16 queries of a
 @dataclass(frozen=True)
 class Executed:
     """What is done although it is no part of the model. dense: attention multiplies all pairs, as under a dense mask;
-    unused: queries that a draft's layers make of its context, and gradients that nobody needs (of a draft's features,
-    of a frozen router)."""
+    unused: gradients that nobody needs (of a draft's features, of a frozen router)."""
 
     dense: bool = False
     unused: bool = False
@@ -38,8 +37,7 @@ MODEL = Executed()
 def layer_forward(network: Network, layer: Layer, rows: Rows, pairs: float, what: Executed = MODEL) -> dict[str, float]:
     """By part, of one layer's forward pass."""
     D, gates = network.width, network.gates
-    # of its context a draft makes keys and values only
-    context = rows.context * (layer.qkv if what.unused else layer.qkv - layer.query)
+    context = rows.context * (layer.qkv - layer.query)  # of which a draft makes keys and values only
     parts = {
         "qkv and output": 2.0 * D * (rows.queries * (layer.qkv + layer.query) + context),
         "attention": 4.0 * layer.query * pairs,
