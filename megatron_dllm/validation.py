@@ -122,6 +122,8 @@ def check_flags(args, given: set[str]) -> None:
         raise ValueError(f"--position-embedding-type {args.position_embedding_type} is not implemented: use rope.")
     if args.transformer_impl not in ("local", "transformer_engine"):
         raise ValueError(f"--transformer-impl {args.transformer_impl}: use local or transformer_engine.")
+    if args.transformer_impl == "local" and "layernorm" in (args.recompute_modules or []):
+        raise ValueError("--recompute-modules layernorm recomputes norms of Transformer Engine alone: leave it out.")
     if args.transformer_impl == "local" and args.normalization != "RMSNorm":
         raise ValueError(f"--normalization {args.normalization} needs --transformer-impl transformer_engine.")
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:

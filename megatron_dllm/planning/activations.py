@@ -69,7 +69,7 @@ class Kept:
         value_is_own = cp > 1 or context > 0 or layer.shared or net.gemma  # copied, so no part of the product
         if split_keys or not value_is_own:
             kept += T * qkv * e
-            if context and layer.groups >= tp:  # by the weight's rows of keys and values alone, of several groups a copy
+            if context and layer.groups >= tp:  # by the rows of keys and values alone, of several groups a copy
                 kept += (context + (net.width if layer.groups > tp else 0)) * (layer.qkv - layer.query) / tp * e
             else:
                 kept += context * qkv * e

@@ -1,10 +1,11 @@
-"""python -m tests.te.describe FLAGS...: what the model of a training command is made of, as JSON.
+"""python tests/te/describe.py FLAGS...: what the model of a training command is made of, as JSON.
 
 With --transformer-impl transformer_engine it pretends that there is a GPU, as far as building needs one: parameters lie
 on the CPU, and nothing can be computed. So this is about classes, names and shapes.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ def pretend_gpu() -> None:
     cuda.is_available = lambda: True
     cuda.current_device = lambda: "cpu"
     cuda.device_count = lambda: 1
+    cuda.Stream = types.SimpleNamespace
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.get_device_capability = lambda *args, **kwargs: (10, 0)
     cuda.get_device_properties = lambda *args, **kwargs: types.SimpleNamespace(major=10, minor=0, name="pretended")
@@ -30,12 +32,12 @@ def pretend_gpu() -> None:
 def describe(*flags: str) -> dict:
     """classes: of modules by name; weights: by the key that checkpoints store them under, their global shape, and where
     the parts lie if there are several; recipe: class of Transformer Engine's, in FP8."""
+    importlib.import_module("megatron_dllm")  # before megatron
     import torch.distributed as dist
     from megatron.core import mpu, parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.training import global_vars
 
-    import megatron_dllm  # noqa: F401  (before megatron)
     from megatron_dllm.arguments import read_command_line
     from megatron_dllm.training import model_provider
 

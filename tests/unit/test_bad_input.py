@@ -130,6 +130,7 @@ FLAGS = {
     f"{TE_FP8} --fp8-output-proj --fp8-recipe mxfp8": "--fp8-output-proj cannot be used: the head stays in bf16",
     f"{TE_FP8} --fp8-recipe blockwise --model-preset tiny-moe --moe-grouped-gemm": "needs --moe-router-padding-for-",
     "--fp8-format hybrid --dllm-emulate-fp8 mxfp8": "--dllm-emulate-fp8 is for layers without Transformer Engine",
+    "--recompute-granularity selective --recompute-modules layernorm": "recomputes norms of Transformer Engine alone",
     "--fp4-format e2m1": "--fp4-format is not supported: use --fp8-format",
     "--dllm-emulate-fp8 mxfp8 --hidden-size 144": "multiplies in groups of 32, and --hidden-size is 144",
     "--dllm-emulate-fp8 mxfp8 --ffn-hidden-size 400": "groups of 32, and --ffn-hidden-size / TP is 400",
