@@ -1,12 +1,12 @@
 """Quantizes a trained diffusion language model with NVIDIA ModelOpt, calibrated on noised samples as in training.
 
     python tools/quantize.py --load checkpoints/run --qformat fp8 --calib-data chat.jsonl --save quantized
-    python tools/quantize.py --hf-model DIR --dllm-mode mdlm --qformat int4_awq --calib-data data/corpus_text_document \\
+    python tools/quantize.py --hf-model DIR --dllm-mode mdlm --qformat int4_awq --calib-data data/text_document \\
         --save quantized
 
 Writes a Hugging Face folder with scales and quantization_config, and prints the loss by noise level, before and after,
-on samples that calibration has not seen. Embedding, head, norms and routers keep their precision. Runs on one process, on
-a GPU if there is one, else on the CPU. Needs the extra: pip install -e '.[quantize]'. See docs/quantization.md.
+on samples that calibration has not seen. Embedding, head, norms and routers keep their precision. Runs on one process,
+on a GPU if there is one, else on the CPU. Needs the extra: pip install -e '.[quantize]'. See docs/quantization.md.
 """
 
 import argparse
@@ -67,7 +67,8 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def prepare(options: argparse.Namespace):
-    """(source, its arguments with the data's, batches of calibration, of evaluation): all that can be wrong is found."""
+    """(source, its arguments with the data's, batches of calibration, and of evaluation). Raises ValueError for all
+    that can be wrong."""
     from megatron_dllm.quantization.batches import corrupted_batches, data_arguments, open_samples
     from megatron_dllm.quantization.source import plan
 
@@ -149,7 +150,8 @@ def table(before, after) -> str:
         (f"t {level}", tokens, old, new)
         for (level, tokens, old), (_, _, new) in zip(before.by_level(), after.by_level(), strict=True)
     ]
-    rows += [(f"{name} term", "", value, after.terms[name]) for name, value in before.terms.items()]
+    if len(before.terms) > 1:
+        rows += [(f"{name} term", "", value, after.terms[name]) for name, value in before.terms.items()]
     rows += [("loss", "", before.loss, after.loss)]
     lines = [f"{'noise level':14}{'tokens':>9}{'before':>11}{'after':>11}{'after/before':>14}"]
     for name, tokens, old, new in rows:

@@ -31,7 +31,9 @@ FORMATS = {
     "fp8": Format("FP8_DEFAULT_CFG", "weights and activations in FP8 (E4M3), one scale a tensor"),
     "int8": Format("INT8_DEFAULT_CFG", "weights in INT8, one scale a row; activations in INT8, one scale a tensor"),
     "int4_awq": Format("INT4_AWQ_CFG", "weights in INT4 by AWQ, one scale for 128 values", block=128, experts=False),
-    "nvfp4": Format("NVFP4_DEFAULT_CFG", "weights and activations in NVFP4, one scale for 16", block=16, needs_gpu=True),
+    "nvfp4": Format(
+        "NVFP4_DEFAULT_CFG", "weights and activations in NVFP4, one scale for 16", block=16, needs_gpu=True
+    ),
 }
 
 
@@ -66,4 +68,3 @@ def check_shape(qformat: str, args: Namespace) -> None:
                 f"--qformat {qformat} has one scale for {block} inputs of a matrix, and {name} is {width}, no multiple "
                 "of that: choose another format."
             )
-

@@ -69,7 +69,7 @@ def plan(
     )
     args, name = planned.args, load or hf_model
     if target_layers(args) is not None:
-        raise ValueError(f"{name} is a draft, which transformers has no class for: only whole models are quantized.")
+        raise _draft(name)
     if is_gemma(args):
         raise ValueError(
             f"{name} is a DiffusionGemma, whose canvases transformers' class runs by masks of its own, not by ours: it "
@@ -95,10 +95,16 @@ def _check_folder(path: str, mode: str | None) -> None:
     if config.get("quantization_config"):
         raise ValueError(f"{path} is quantized already: give the folder that it was made from.")
     family = family_of(config)
-    if mode is None and family.mode is None and not family.draft:
+    if family.draft:
+        raise _draft(path)
+    if mode is None and family.mode is None:
         raise ValueError(
             f"{path} holds a {family.name} model, which says nothing about how it was trained: say it by --dllm-mode."
         )
+
+
+def _draft(name: str) -> ValueError:
+    return ValueError(f"{name} is a draft, which transformers has no class for: only whole models are quantized.")
 
 
 def stock_folder(source: Source, work: str) -> str:
