@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lints and tests everything: bash tests/run.sh [pytest arguments]
 # Makes .venv if it is missing. Default: all but the slow tests (`bash tests/run.sh -m slow` runs those), those with a
-# released model (`-m real`; README.md says what they need), those with lm-eval (`-m eval`; docs/evaluation.md) and those
-# with Transformer Engine (tests/te/run.sh).
+# released model (`-m real`; README.md says what they need), those with lm-eval (`-m eval`; docs/evaluation.md) or ModelOpt
+# (`-m quantize`; docs/quantization.md) and those with Transformer Engine (tests/te/run.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/environment.sh
@@ -10,7 +10,7 @@ use_environment test
 
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 ruff check .
-run=(python -m pytest -m "not slow and not real and not eval and not te")
+run=(python -m pytest -m "not slow and not real and not eval and not quantize and not te")
 [ $# -eq 0 ] || exec "${run[@]}" "$@"
 
 # The multi-process tests wait for each other much of the time: they run beside the others, and are shown afterwards.

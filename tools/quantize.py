@@ -17,6 +17,7 @@ import time
 
 import megatron_dllm  # noqa: F401  (installs the CPU backend where there is no GPU; before any megatron)
 from megatron_dllm.arguments import fail
+from megatron_dllm.conversion.defaults import has_tokenizer
 from megatron_dllm.launch import quiet, with_hyphens
 from megatron_dllm.models.hf import begin_part, check_new_folder, finish_part
 from megatron_dllm.modes import MODES
@@ -134,6 +135,8 @@ def run(options: argparse.Namespace, source, args, calibration: list, evaluation
     if evaluation:
         print(f"\nLoss on {options.eval_samples} other samples, nats per token:\n{table(before, after)}\n")
     report(written, options.save, time.perf_counter() - began)
+    if not has_tokenizer(options.save):
+        print(f"It holds no tokenizer: transformers has no form for this one ({args.tokenizer_type}).")
 
 
 def check_loss(before: float, after: float, name: str) -> None:

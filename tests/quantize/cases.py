@@ -46,7 +46,7 @@ def arguments(path: str, data: list[str], mode: str, **options):
 
 def own_rows(samples, args, indices: range) -> list:
     """Corrupted as an evaluation of training does it."""
-    args.eval_iters, args.eval_global_batch_size = 1, CALIBRATED + MEASURED
+    args.eval_iters, args.eval_global_batch_size = 1, indices.stop
     corrupted = CorruptedSamples(samples, args, Split.valid)
     return [corrupted[index] for index in indices]
 
