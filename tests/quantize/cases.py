@@ -8,8 +8,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
 from megatron_dllm.data.stream import Collate, CorruptedSamples
+from megatron_dllm.modes import get_mode
 from megatron_dllm.quantization.batches import data_arguments, open_samples
-from megatron_dllm.quantization.quality import rule_of
 from megatron_dllm.quantization.source import plan
 from tests.hf_models import make
 from tests.one_process import one_process
@@ -55,7 +55,7 @@ def own_logits(path: str, rows: list, args) -> torch.Tensor:
     """[B, Q, V] of Megatron's model with the folder's weights, under the mode's rule."""
     mask = [] if args.dllm_mask_token_id is None else ["--dllm-mask-token-id", str(args.dllm_mask_token_id)]
     with one_process(), torch.no_grad():
-        return naive_logits(build(path, *mask, rule=rule_of(args)), Collate(args, 1, 0)(rows), args)
+        return naive_logits(build(path, *mask, rule=get_mode(args.dllm_mode).visible), Collate(args, 1, 0)(rows), args)
 
 
 def own_loss(path: str, rows: list, args) -> float:
