@@ -91,10 +91,7 @@ def plan(
 
 
 def _check_folder(path: str, mode: str | None) -> None:
-    config = read_config(path)
-    if config.get("quantization_config"):
-        raise ValueError(f"{path} is quantized already: give the folder that it was made from.")
-    family = family_of(config)
+    family = family_of(read_config(path))
     if family.draft:
         raise _draft(path)
     if mode is None and family.mode is None:

@@ -143,7 +143,7 @@ REFUSED = {
     "--hf-model MDLM --qformat int4_awq": "one scale for 128 inputs of a matrix, and --hidden-size is 40",
     "--hf-model DRAFT": "is a draft, which transformers has no class for",
     "--hf-model FOREIGN": "describes a 'gpt5' model (GPT5), which is none of",
-    "--hf-model QUANTIZED": "is quantized already",
+    "--hf-model QUANTIZED --dllm-mode mdlm": "says that the weights are quantized",
 }
 
 
