@@ -27,6 +27,8 @@ setup(
         "real": ["accelerate", "gguf", "transformers[serving]"],
         "regenerate": ["httpx2>=2"],  # transformers brings it already, for as long as it needs it itself
         "eval": ["lm-eval==0.4.13"],  # the questions that tools/evaluate.py asks
+        # tools/quantize.py; ModelOpt imports requests without asking for it
+        "quantize": ["nvidia-modelopt==0.47.0", "requests"],
         "wandb": ["wandb"],
         "te": ["transformer-engine[core_cu13,pytorch]"],
     },

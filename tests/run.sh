@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lints and tests everything: bash tests/run.sh [pytest arguments]
 # Makes .venv if it is missing. Default: all but the slow tests (`bash tests/run.sh -m slow` runs those), those with a
-# released model (`-m real`; README.md says what they need), those with lm-eval (`-m eval`; docs/evaluation.md) and those
-# with Transformer Engine (tests/te/run.sh) or SLURM (tests/slurm/run.sh).
+# released model (`-m real`; README.md says what they need), those with lm-eval (`-m eval`; docs/evaluation.md) or ModelOpt
+# (`-m quantize`; docs/quantization.md) and those with Transformer Engine (tests/te/run.sh) or SLURM (tests/slurm/run.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/environment.sh
@@ -13,7 +13,7 @@ ruff check .
 shopt -s globstar
 shellcheck -x .ci/run {examples,tests}/**/*.sh examples/**/*.sbatch
 hadolint --no-color Dockerfile
-run=(python -m pytest -m "not slow and not real and not eval and not te and not slurm")
+run=(python -m pytest -m "not slow and not real and not eval and not quantize and not te and not slurm")
 [ $# -eq 0 ] || exec "${run[@]}" "$@"
 
 # The multi-process tests wait for each other much of the time: they run beside the others, and are shown afterwards.

@@ -267,23 +267,28 @@ def _write_surroundings(planned: Export, folder: str, dtype: torch.dtype | None)
     _write_json(os.path.join(folder, "config.json"), config)
     reference = planned.reference
     if reference is not None:
+        copy_tokenizer(reference, folder)
         code = planned.config.get("auto_map") is not None
         for name in sorted(os.listdir(reference)):
-            wanted = name in _TOKENIZER_FILES or (code and name.endswith(".py"))
-            if wanted and os.path.isfile(os.path.join(reference, name)):
+            if code and name.endswith(".py") and os.path.isfile(os.path.join(reference, name)):
                 shutil.copy(os.path.join(reference, name), os.path.join(folder, name))
     if not has_tokenizer(folder):
         _write_tokenizer(planned.args, folder)
     _write_json(os.path.join(folder, "generation_config.json"), planned.generation)
 
 
+def copy_tokenizer(source: str, folder: str) -> None:
+    """The tokenizer's files of one Hugging Face folder into another."""
+    for name in _TOKENIZER_FILES:
+        if os.path.isfile(os.path.join(source, name)):
+            shutil.copy(os.path.join(source, name), os.path.join(folder, name))
+
+
 def _write_tokenizer(args: Namespace, folder: str) -> None:
     """The run's own, if transformers has a form for it."""
     path = args.tokenizer_model
     if args.tokenizer_type == "HuggingFaceTokenizer" and path and os.path.isdir(path):
-        for name in _TOKENIZER_FILES:
-            if os.path.isfile(os.path.join(path, name)):
-                shutil.copy(os.path.join(path, name), os.path.join(folder, name))
+        copy_tokenizer(path, folder)
     elif args.tokenizer_type in SENTENCEPIECE and path and os.path.isfile(path):
         _write_sentencepiece(path, args.dllm_mask_token_id, folder)
 

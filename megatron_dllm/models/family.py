@@ -112,6 +112,11 @@ class Family:
 
     def read(self, config: dict) -> dict:
         """Architecture arguments of a config.json. Raises ValueError (one sentence) for what is not implemented."""
+        if config.get("quantization_config"):
+            raise ValueError(
+                "config.json says that the weights are quantized (quantization_config), and only unquantized ones are "
+                "read: give the folder that they were made from."
+            )
         arguments = PLAIN | self.arguments | dict(group_query_attention=True)
         if self.text_config is not None:
             outside = {key: value for key, value in config.items() if key != self.text_config}
