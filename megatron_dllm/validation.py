@@ -220,7 +220,7 @@ def check_layout(args, mode: ModuleType) -> None:
         lower = args.seq_length // multiple * multiple
         raise ValueError(
             f"--seq-length {args.seq_length} cannot be split in this layout: it must be a multiple of {multiple}, "
-            f"for instance {lower or multiple} or {lower + multiple}."
+            f"for instance {lower or multiple} or {(lower or multiple) + multiple}."
         )
     _check_heads(args, tp)
     uneven = (

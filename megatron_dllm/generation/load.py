@@ -15,6 +15,7 @@ from megatron_dllm.checkpoint import TRACKER, check_complete, iteration_folder, 
 from megatron_dllm.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_dllm.launch import default_to_one_process
 from megatron_dllm.models import target as target_of_draft
+from megatron_dllm.models.targets import offline
 from megatron_dllm.models.weights import target_layers
 from megatron_dllm.vocabulary import check_mask_token
 
@@ -233,6 +234,13 @@ def _target_of(args: Namespace, given: str | None, hf_model: str | None, load: s
             raise ValueError(str(error).replace("--dflash-target", "--target")) from error
         draft = f"--load {load}" if hf_model is None else f"--hf-model {hf_model}"
         target_of_draft.check_pair(draft, args, f"--target {path}", target_of_draft.describe(path).args)
+        trained_beside = getattr(args, "dflash_target_identity", None)
+        if trained_beside not in (None, offline.target_identity(path)) and os.environ.get("RANK", "0") == "0":
+            print(
+                f"Note: --target {path} is not the folder that this draft was trained beside: of another model few "
+                "guesses are accepted, though the text is the target's all the same.",
+                file=sys.stderr,
+            )
         args.dflash_target_backend = target_of_draft.MEGATRON  # whatever ran it in training
         args.dllm_mode = "dflash"  # what was imported from a folder has another one in its place
         defaults = target_of_draft.defaults(path)

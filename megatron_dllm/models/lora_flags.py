@@ -1,6 +1,8 @@
 """The flags of LoRA (lora.py), and what can be wrong with them."""
 
 import argparse
+import os
+import sys
 
 from megatron_dllm.models.lora import ALL, available, rank_of, read_targets
 
@@ -44,6 +46,8 @@ def check_lora(args, given: set[str]) -> None:
         raise ValueError(f"--lora-dropout {args.lora_dropout} must be at least 0 and less than 1.")
     if args.dllm_mode == "dflash":
         raise ValueError("--lora-rank is for whole models, a draft is small enough to be trained itself: remove it.")
+    if args.lora_rank > args.hidden_size:
+        raise ValueError(f"--lora-rank {args.lora_rank} is more than --hidden-size {args.hidden_size}: give less.")
     if args.transformer_impl != "local":
         raise ValueError(
             f"--lora-rank has no place in the layers of --transformer-impl {args.transformer_impl}, some of which norm "
@@ -54,6 +58,12 @@ def check_lora(args, given: set[str]) -> None:
     if args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate:
         raise ValueError(
             "--moe-router-bias-update-rate changes a part of the weights that --lora-rank freezes: set it to 0."
+        )
+    if not args.init_from_hf and args.load is None and os.environ.get("RANK", "0") == "0":
+        print(
+            "Note: the weights that --lora-rank freezes are drawn at random here; to adapt a trained model give "
+            "--init-from-hf, or --load (with --finetune, if it was trained without adapters).",
+            file=sys.stderr,
         )
     args.lora_targets = read_targets(args.lora_targets, args)
     tp = args.tensor_model_parallel_size

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import io
 import itertools
+import math
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,7 +105,9 @@ class Search:
                 if tried and not self.fits(tried[-1]):
                     break
         if not plans:
-            why = max(self.refusals, key=self.refusals.get) if self.refusals else "no layout has so many ranks."
+            world, batch = self.args.world_size, self.args.global_batch_size
+            why = f"none has {world} ranks and shares --global-batch-size {batch} out evenly; try a multiple."
+            why = max(self.refusals, key=self.refusals.get) if self.refusals else why
             raise ValueError(f"no layout of {self.args.world_size} GPU(s) passes the checks; most often: {why}")
         return sorted(plans, key=lambda plan: (plan.prediction.step, plan.memory.total))
 
@@ -267,10 +270,9 @@ def _quietly(function, *args) -> None:
         function(*args)
 
 
-def default_batch(length: int, ranks: int) -> int:
-    """Samples of a step, a power of two: about TOKENS tokens, and at least one for each rank."""
+def default_batch(length: int, ranks: list[int]) -> int:
+    """Samples of a step: about TOKENS tokens, a power of two if all these numbers of ranks can share it out."""
     samples = max(1, TOKENS // length)
     samples = 2 ** (samples.bit_length() - 1)
-    while samples < ranks:
-        samples *= 2
-    return samples
+    shared = math.lcm(*ranks)
+    return -(-samples // shared) * shared

@@ -53,6 +53,14 @@ def check(args, given: set[str]) -> None:
             raise ValueError(f"{flag} keeps checkpoints of this run: give --save.")
         if value is not None and value < 1:
             raise ValueError(f"{flag} {value} is too small: it must be at least 1.")
+    every = args.save_retain_interval
+    if every is not None and every % args.save_interval:
+        raise ValueError(
+            f"--save-retain-interval {every} keeps checkpoints of its multiples, and --save-interval "
+            f"{args.save_interval} makes few of those: give a multiple of that."
+        )
+    if args.verify_integrity and args.save is None and args.load is None:
+        raise ValueError("--verify-integrity is about checkpoints: give --save or --load.")
     if args.dllm_skip_bad_steps < 0:
         raise ValueError(f"--dllm-skip-bad-steps {args.dllm_skip_bad_steps} is too small: it must be at least 0.")
     if args.iterations_to_skip and min(args.iterations_to_skip) < 1:

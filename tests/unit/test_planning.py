@@ -1,6 +1,7 @@
 """What a plan counts without running anything: pairs by the rule, layouts by the checks, and what it refuses."""
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from megatron_dllm.planning import memory
 from megatron_dllm.planning.command import own_words, plan_command
 from megatron_dllm.planning.hardware import GPUS, recognise
 from megatron_dllm.planning.rows import RULE, TARGET, TILE, WINDOW, count_pairs, count_rows, expected_rows, rules
+from megatron_dllm.planning.search import default_batch
 from tests.hf_models import make
 
 TINY = (
@@ -241,9 +243,19 @@ SENTENCES = {
     f"{LLADA} --seq-length 4096 --gpus 8 --tensor-model-parallel-size 3": "no layout of 8 GPU|cannot be laid out",
     f"{LLADA} --seq-length 4096 --gpus 8 --dllm-block-size 4": "has no effect on",
     f"{LLADA} --seq-length 4096 --gpus 8 --optimizer muon": "cannot be planned",
+    f"{LLADA} --seq-length 4096 --gpus 8 --lora-rank 8": "--lora-rank is not counted by a plan",
+    f"{LLADA} --seq-length 4096 --gpus 24 --global-batch-size 1024": "size 1024 out evenly; try a multiple",
     f"{LLADA} --seq-length 4096 --gpus 8 --peak-tflops 0": "--peak-tflops 0.0 is no speed",
     "--dllm-mode mdlm --model-preset tiny --seq-length 64 --gpus 8": "how large is the vocabulary",
 }
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(4096, [8, 1024]), (4096, [24]), (8192, [7, 48]), (10**7, [16])])
+def test_the_default_batch_is_shared_out_evenly(length, ranks):
+    samples = default_batch(length, ranks)
+    assert all(samples % each == 0 for each in ranks)
+    assert samples * length < 2 * 2**22 or samples <= 2 * math.lcm(*ranks)
+    assert samples == 1024 or ranks != [8, 1024]
 
 
 @pytest.mark.parametrize("flags", SENTENCES)
