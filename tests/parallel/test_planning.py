@@ -92,7 +92,7 @@ def check(ranks: list[dict], recomputes: bool = False) -> None:
     assert total("optimizer") == plan("optimizer")
     # ranks may differ, where experts are chosen unevenly
     kept, expected = (sum(sum(values) for values in lists) for lists in zip(*map(_kept, ranks), strict=True))
-    close = 0.005 if len(ranks) == 1 else 0.02
+    close = 0.005 if len(ranks) == 1 else 0.03
     assert abs(expected - kept) < close * kept
     counted = sum(sum(_parts(rank["planned"]["flops"]).values()) for rank in ranks) / parallel
     logged = plan("model_flops") / parallel  # on every rank; batches as small as these are counted pair by pair
