@@ -21,7 +21,8 @@ parallel="$(mktemp)"
 trap 'rm -f "$parallel"; kill $(jobs -p) 2>/dev/null || true' EXIT
 "${run[@]}" tests/parallel >"$parallel" 2>&1 &
 failed=0
-"${run[@]}" --ignore=tests/parallel || failed=$? # in the foreground: in the background a shell ignores interrupts
+# They come second: the others take longer, and leave processors idle.
+nice -n 10 "${run[@]}" --ignore=tests/parallel || failed=$? # in the foreground: in the background a shell ignores interrupts
 wait $! || failed=$?
 cat "$parallel"
 exit "$failed"

@@ -56,6 +56,7 @@ LAYOUTS = {
     "gemma TP2 SP": (2, f"{GEMMA} {SP}"),
     "gemma CP2": (2, f"{GEMMA} --context-parallel-size 2"),
 }
+SLOW = "PP4", "CP2 a2a", "DP2", "TP2 SP EP2", "gemma CP2", "PP2 uneven, tied"
 # torch counts the backward of attention as five products, the scores made again; a model's has four
 FIVE_PRODUCTS = 3.5 / 3
 
@@ -130,6 +131,8 @@ def test_recomputation(observe, kind):
     check(observe(1, RECOMPUTED[kind]), recomputes=True)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+)
 def test_layouts(observe, name):
     check(observe(*LAYOUTS[name]))
