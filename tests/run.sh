@@ -21,8 +21,9 @@ parallel="$(mktemp)"
 trap 'rm -f "$parallel"; kill $(jobs -p) 2>/dev/null || true' EXIT
 "${run[@]}" tests/parallel >"$parallel" 2>&1 &
 failed=0
-# They come second: the others take longer, and leave processors idle.
-nice -n 10 "${run[@]}" --ignore=tests/parallel || failed=$? # in the foreground: in the background a shell ignores interrupts
+# The tests of one process come second: the others take longer, and leave processors idle. They are in the foreground,
+# because in the background a shell ignores interrupts.
+nice -n 10 "${run[@]}" --ignore=tests/parallel || failed=$?
 wait $! || failed=$?
 cat "$parallel"
 exit "$failed"
