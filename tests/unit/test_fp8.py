@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_dllm import fixes
 from megatron_dllm.models.fp8_emulation import E4M3, E5M2, emulate_fp8, round_to_fp8
+from megatron_dllm.models.targets import megatron
 from megatron_dllm.precision import FP8_ROWS
 from tests.one_process import MOE, attributes_of, one_process, packed, randomize, small_config, small_model
 
@@ -163,3 +164,11 @@ def test_padding_changes_neither_scales_nor_gradients(recipe):
         assert torch.equal(other_padding[name], value), name
         # without padding sums have another order: some numbers are rounded to their other neighbour, 6 to 12 % away
         assert (unpadded[name] - value).norm() < 0.3 * value.norm(), name
+
+
+def test_a_draft_s_target_is_not_rounded():
+    """The hidden states that it learns from are those that it finds when decoding."""
+    args = SimpleNamespace(fp8="hybrid", fp8_param_gather=True, hidden_size=64)
+    own = megatron._own(args, SimpleNamespace(args=SimpleNamespace(hidden_size=32)))
+    assert own.fp8 is None and not own.fp8_param_gather and own.hidden_size == 32
+    assert args.fp8 == "hybrid"

@@ -34,6 +34,7 @@ def _own(args: Namespace, described) -> Namespace:
     for name in _SHAPE:
         if hasattr(described.args, name):
             setattr(own, name, getattr(described.args, name))
+    own.fp8, own.fp8_param_gather = None, False  # a draft is decoded beside what is not rounded
     return own
 
 
