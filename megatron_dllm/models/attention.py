@@ -16,6 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_dllm.models.cache import KeyValueCache
+from megatron_dllm.models.flex import block_mask, flex
 from megatron_dllm.models.tiled import Plan, make_plan, tiled_attention
 from megatron_dllm.modes.base import Rule
 
@@ -169,28 +170,7 @@ class _Masks:
 
     def block(self, visible: Rule, attributes: torch.Tensor, own: slice):
         """Flex BlockMask of the same rule."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        def make():
-            rows = attributes[:, own]
-            rule = lambda b, h, q, k: visible(rows[b, q], attributes[b, k])
-            B, Q, S = attributes.shape[0], rows.shape[1], attributes.shape[1]
-            return create_block_mask(rule, B, None, Q, S, device=attributes.device)
-
-        return self._get((visible, own.start, "block"), attributes, make)
+        return self._get((visible, own.start, "block"), attributes, lambda: block_mask(visible, attributes, own))
 
 
 masks = _Masks()
-_compiled_flex = None
-
-
-def flex(query, key, value, **options):
-    """flex_attention, compiled on a GPU. On a CPU it has no backward: forward only, for tests."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    global _compiled_flex
-    if not query.is_cuda:
-        return flex_attention(query, key, value, **options)
-    if _compiled_flex is None:
-        _compiled_flex = torch.compile(flex_attention)
-    return _compiled_flex(query, key, value, **options)

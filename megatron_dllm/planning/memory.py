@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dllm.models.flex import BLOCK, PAIRS_AT_ONCE
 from megatron_dllm.models.scoring import HEAD_CHUNK_ROWS
 from megatron_dllm.planning.activations import FLOAT, Kept, Micro
 from megatron_dllm.planning.hardware import Gpu
@@ -26,9 +27,9 @@ from megatron_dllm.planning.network import Count, Layer, Network
 from megatron_dllm.planning.rows import Rows
 
 PARTS = "weights gradients optimizer activations head masks working reserve".split()
-# Making a block mask (torch's create_block_mask) evaluates the rule for all pairs at once. Bytes of a pair while that
-# goes on: the peak of a process on a CPU, the same for every mode (tests/unit/test_planning.py).
-_RULE_BYTES = 10
+# Making a block mask evaluates the rule for a band of queries at a time. Bytes of a pair while that goes on: the peak
+# of a process on a CPU, for two streams (tests/unit/test_planning.py).
+_RULE_BYTES = 6
 _CONTEXT = 2.0 * 2**30  # CUDA context and libraries
 _COMMUNICATOR = 0.25 * 2**30  # NCCL, for each kind of group that is larger than 1
 _FRAGMENTATION = 0.03
@@ -152,7 +153,8 @@ def _making_a_mask(rows: Rows, layout: Layout, kept: Kept) -> float:
     if not layout.on_gpu or not kept.kinds(rows):
         return 0.0
     queries = rows.queries / (layout.context if layout.gathers else 1)
-    return layout.micro_batch * queries * rows.processed * _RULE_BYTES
+    keys = layout.micro_batch * rows.processed
+    return min(keys * queries, max(PAIRS_AT_ONCE, keys * BLOCK)) * _RULE_BYTES
 
 
 def _working(network: Network, layout: Layout, kept: Kept, chunks: list[list[Layer]], count: Count) -> float:

@@ -2,12 +2,14 @@
 
 import math
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dllm.models import flex
 from megatron_dllm.models.attention import RuleAttention, _Masks
 from megatron_dllm.modes import mdlm
 from megatron_dllm.modes.base import BLOCK, DOCUMENT, NUM_ATTRIBUTES, STREAM
@@ -91,6 +93,33 @@ def test_flex_equals_dense(rule, S):
         dense = attention(RULES[rule])(*inputs, attributes)
         flex = attention(RULES[rule], "flex")(*inputs, attributes)
     assert torch.allclose(dense, flex, atol=2e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rule=st.sampled_from(sorted(RULES)),
+    B=st.integers(1, 2),
+    S=st.sampled_from([1, 127, 128, 129, 300, 640]),
+    first=st.sampled_from([0, 0.3, 0.8]),
+    runs=st.booleans(),
+    at_once=st.sampled_from([1, 2 * 256 * 640, 2**26]),
+    seed=st.integers(0, 999),
+)
+def test_a_block_mask_made_in_bands_is_torchs(rule, B, S, first, runs, at_once, seed):
+    """Every tensor of it, whatever the bands; runs: of equal attributes, which make blocks that are seen in whole."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    attributes = random_attributes(B, S, seed)
+    if runs:
+        attributes = attributes[:, ::160].repeat_interleave(160, dim=1)[:, :S].contiguous()
+    own = slice(int(first * S), S)
+    queries = attributes[:, own]
+    with patch.object(flex, "PAIRS_AT_ONCE", at_once):
+        ours = flex.block_mask(RULES[rule], attributes, own)
+    visible = lambda b, h, q, k: RULES[rule](queries[b, q], attributes[b, k])
+    theirs = create_block_mask(visible, B, None, S - own.start, S, device="cpu")
+    plain = lambda mask: [(x.dtype, x.tolist()) if torch.is_tensor(x) else x for x in mask.as_tuple()[:-1]]
+    assert plain(ours) == plain(theirs)  # the last is the rule
 
 
 def test_auto_is_dense_on_a_cpu():
