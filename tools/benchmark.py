@@ -30,6 +30,7 @@ from pathlib import Path
 import benchmark_dflash
 import benchmark_gemma
 import benchmark_generate
+from benchmark_sides import Batches, data_flags, share, shared, start
 
 MODES = ["mdlm", "bd3lm", "hybrid", "idlm", "dflash", "block_diffusion"]
 USUAL = dict(dflash="draft in plain torch", block_diffusion="transformers DiffusionGemma, all blocks")
@@ -73,68 +74,29 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def write_corpus(options, folder: Path) -> str:
-    """Random ids in documents longer than a sequence: every batch is full, as in pre-training."""
-    import numpy as np
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    prefix = str(folder / "corpus")
-    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
-    ids = np.random.default_rng(0).integers(0, options.vocabulary - 2, 64 * options.seq_length)
-    builder.add_document(ids, [len(ids)])
-    builder.finalize(prefix + ".idx")
-    return prefix
-
-
 def ours(options, folder: Path):
-    """This code: the real data path and model on one process. Yields the step function and extra figures."""
-    importlib.import_module("megatron_dllm")  # the CPU backend comes before megatron
-    import torch
-    from megatron.core.datasets.utils import Split
-    from megatron.training.initialize import initialize_megatron
-
-    from megatron_dllm.arguments import parse_arguments
-    from megatron_dllm.data.datasets import build_datasets
-    from megatron_dllm.data.stream import Collate, CorruptedSamples
-    from megatron_dllm.launch import default_to_one_process
+    """This code: the real data path and model on one process. Returns the model, its loss of a step and figures."""
     from megatron_dllm.modes import get_mode
-    from megatron_dllm.training import install, model_provider
 
-    default_to_one_process()
     mode = get_mode(options.mode)
     blocks = f"--dllm-block-size {options.block_size}" if "dllm_block_size" in mode.USES else ""
-    flags = f"""--dllm-mode {options.mode} {blocks}
+    args, tokenizer, model = start(
+        f"""--dllm-mode {options.mode} {blocks} {data_flags(options, folder)}
         --num-layers {options.layers} --hidden-size {options.hidden} --ffn-hidden-size {options.ffn}
-        --num-attention-heads {options.heads} --seq-length {options.seq_length} --micro-batch-size {options.batch}
-        --train-iters 1 --lr 1e-3 --data-path {write_corpus(options, folder)} --split 100,0,0
-        --tokenizer-type NullTokenizer --vocab-size {options.vocabulary} --dllm-verify-peers 0
-        --dllm-mask-token-id {options.vocabulary - 2} --make-vocab-size-divisible-by 1"""
-    sys.argv = ["benchmark", *flags.split()]
-    args, tokenizer = parse_arguments()
-    install()
-    initialize_megatron(allow_no_cuda=not torch.cuda.is_available())
-    model = model_provider()
-    samples = CorruptedSamples(build_datasets(args, tokenizer).train, args, Split.train)
-    collate = Collate(args, 1, 0)
-    batches, shared, seconds = [], [], []
-    for i in range(BATCHES):
-        start = time.perf_counter()
-        rows = [samples[i * options.batch + j] for j in range(options.batch)]
-        batches.append(collate(rows))
-        seconds.append(time.perf_counter() - start)
-        shared.append(for_the_other_side(mode, rows, options, args))
-    torch.save(dict(weights=model.state_dict(), batches=shared), folder / "shared.tmp")
-    os.replace(folder / "shared.tmp", folder / "shared")
-
+        --num-attention-heads {options.heads} --vocab-size {options.vocabulary}
+        --dllm-mask-token-id {options.vocabulary - 2}"""
+    )
+    batches = Batches(args, tokenizer, BATCHES)
+    inputs = [for_the_other_side(mode, rows, options, args) for rows in batches]
+    share(dict(weights=model.state_dict(), batches=inputs), folder)
     loss_terms = functools.partial(mode.loss, args=args)
 
     def loss(step):
-        batch = batches[step % BATCHES]
+        batch = batches[step]
         terms = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=loss_terms, terms=batch.terms)
         return sum(term.weight * term.sum / batch.counts[term.counted] for term in terms)
 
-    scored = sum(len(term.rows_N) for batch in batches for term in batch.terms.values()) / BATCHES
-    return model, loss, dict(assembly=statistics.median(seconds), scored=scored)
+    return model, loss, batches.figures
 
 
 def for_the_other_side(mode, rows, options, args) -> tuple:
@@ -159,9 +121,7 @@ def usual(options, folder: Path):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    while not (folder / "shared").exists():
-        time.sleep(0.05)
-    shared = torch.load(folder / "shared", weights_only=False)
+    given = shared(folder)
     h, n = options.hidden, options.heads
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -177,8 +137,8 @@ def usual(options, folder: Path):
             attn_implementation="sdpa",
         )
     )
-    model.load_state_dict(llama_keys(shared["weights"], options.layers, n, h // n))
-    batches = shared.pop("batches")
+    model.load_state_dict(llama_keys(given["weights"], options.layers, n, h // n))
+    batches = given.pop("batches")
 
     def loss(step):
         tokens, positions, mask, targets, weights = batches[step % BATCHES]

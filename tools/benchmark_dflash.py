@@ -6,12 +6,9 @@ transformers Llama as the target that returns all its hidden states. Same weight
 """
 
 import functools
-import importlib
-import os
-import statistics
-import sys
-import time
 from pathlib import Path
+
+from benchmark_sides import Batches, data_flags, share, shared, start
 
 BATCHES = 2
 
@@ -37,64 +34,28 @@ def write_target(options, folder: Path) -> None:
 
 
 def ours(options, folder: Path):
-    importlib.import_module("megatron_dllm")
-    import torch
-    from benchmark import write_corpus
-    from megatron.core.datasets.utils import Split
-    from megatron.training.initialize import initialize_megatron
-
-    from megatron_dllm.arguments import parse_arguments
-    from megatron_dllm.data.datasets import build_datasets
-    from megatron_dllm.data.stream import Collate, CorruptedSamples
-    from megatron_dllm.launch import default_to_one_process
+    args, tokenizer, model = start(
+        f"""--dllm-mode dflash --dflash-target {folder}/target --num-layers {options.draft_layers}
+        --dllm-block-size {options.block_size} --dflash-num-anchors {options.anchors} {data_flags(options, folder)}
+        --dllm-mask-token-id {options.vocabulary - 2}"""
+    )
     from megatron_dllm.modes import get_mode
-    from megatron_dllm.training import install, model_provider
 
-    default_to_one_process()
-    sys.argv = [
-        "benchmark",
-        *f"""--dllm-mode dflash --dflash-target {folder}/target --num-layers {options.draft_layers}
-        --dllm-block-size {options.block_size} --dflash-num-anchors {options.anchors}
-        --seq-length {options.seq_length} --micro-batch-size {options.batch} --train-iters 1 --lr 1e-3
-        --data-path {write_corpus(options, folder)} --split 100,0,0 --tokenizer-type NullTokenizer
-        --dllm-verify-peers 0 --dllm-mask-token-id {options.vocabulary - 2}
-        --make-vocab-size-divisible-by 1""".split(),
-    ]
-    args, tokenizer = parse_arguments()
-    install()
-    initialize_megatron(allow_no_cuda=not torch.cuda.is_available())
-    mode, model = get_mode("dflash"), model_provider()
-    samples = CorruptedSamples(build_datasets(args, tokenizer).train, args, Split.train)
-    collate = Collate(args, 1, 0)
-    batches, shared, seconds = [], [], []
-    for i in range(BATCHES):
-        start = time.perf_counter()
-        rows = [samples[i * options.batch + j] for j in range(options.batch)]
-        batches.append(collate(rows))
-        seconds.append(time.perf_counter() - start)
+    mode, batches, inputs = get_mode("dflash"), Batches(args, tokenizer, BATCHES), []
+    for rows in batches:
         whole = mode.layout(rows, options.seq_length, args)
         term = whole.terms["dllm"]
-        shared.append(
-            (
-                whole.tokens_BQ,
-                whole.position_ids_BQ,
-                whole.attributes_BQA,
-                term.targets_BQ,
-                term.weights_BQ / term.count,
-            )
-        )
-    weights = draft_keys(model, options)
-    torch.save(dict(weights=weights, batches=shared, layers=args.dflash_target_layers), folder / "shared.tmp")
-    os.replace(folder / "shared.tmp", folder / "shared")
+        weights = term.weights_BQ / term.count
+        inputs.append((whole.tokens_BQ, whole.position_ids_BQ, whole.attributes_BQA, term.targets_BQ, weights))
+    share(dict(weights=draft_keys(model, options), batches=inputs, layers=args.dflash_target_layers), folder)
     terms_of = functools.partial(mode.loss, args=args)
 
     def loss(step):
-        batch = batches[step % BATCHES]
+        batch = batches[step]
         (term,) = model(batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA, loss=terms_of, terms=batch.terms)
         return term.sum / batch.counts["dllm"]
 
-    scored = sum(len(batch.terms["dllm"].rows_N) for batch in batches) / BATCHES
-    return model, loss, dict(assembly=statistics.median(seconds), scored=scored)
+    return model, loss, batches.figures
 
 
 def draft_keys(model, options) -> dict:
@@ -129,12 +90,10 @@ def usual(options, folder: Path):
     from megatron_dllm.conversion import plain_draft
     from megatron_dllm.modes import dflash
 
-    while not (folder / "shared").exists():
-        time.sleep(0.05)
-    shared = torch.load(folder / "shared", weights_only=False)
+    given = shared(folder)
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval().requires_grad_(False)
-    names = {name: name.replace(".", "/") for name in shared["weights"]}
-    draft = torch.nn.ParameterDict({names[name]: weight for name, weight in shared["weights"].items()})
+    names = {name: name.replace(".", "/") for name in given["weights"]}
+    draft = torch.nn.ParameterDict({names[name]: weight for name, weight in given["weights"].items()})
     heads, S = options.heads, options.seq_length
     config = dict(
         hidden_size=options.hidden,
@@ -147,7 +106,7 @@ def usual(options, folder: Path):
         max_position_embeddings=2 * S,
     )
     batches = []
-    for tokens, positions, attributes, targets, weights in shared["batches"]:
+    for tokens, positions, attributes, targets, weights in given["batches"]:
         allowed = dflash.visible(attributes[:, S:, None], attributes[:, None])
         guesses = torch.arange(targets.shape[1] - S) % options.block_size > 0
         batches.append((tokens, positions, allowed, targets[:, S:][:, guesses], weights[:, S:][:, guesses], guesses))
@@ -156,7 +115,7 @@ def usual(options, folder: Path):
         tokens, positions, allowed, targets, weights, guesses = batches[step % BATCHES]
         with torch.no_grad():
             hidden = target(input_ids=tokens[:, :S], output_hidden_states=True, use_cache=False).hidden_states
-            features = torch.cat([hidden[layer + 1] for layer in shared["layers"]], dim=-1)
+            features = torch.cat([hidden[layer + 1] for layer in given["layers"]], dim=-1)
             embeddings = target.get_input_embeddings()(tokens[:, S:])
         own = {name: draft[key] for name, key in names.items()}
         out = plain_draft.hidden_states(own, config, features, embeddings, positions, allowed)

@@ -7,12 +7,9 @@ optimizer. The text is one turn of `--seq-length` / `--block-size` blocks.
 """
 
 import functools
-import importlib
-import os
-import statistics
-import sys
-import time
 from pathlib import Path
+
+from benchmark_sides import Batches, data_flags, share, shared, start
 
 BATCHES = 4
 
@@ -54,54 +51,26 @@ def write_model(options, folder: Path) -> None:
 
 
 def ours(options, folder: Path):
-    importlib.import_module("megatron_dllm")
-    import torch
-    from benchmark import write_corpus
-    from megatron.core.datasets.utils import Split
-    from megatron.training.initialize import initialize_megatron
-
-    from megatron_dllm.arguments import parse_arguments
-    from megatron_dllm.data.datasets import build_datasets
-    from megatron_dllm.data.stream import Collate, CorruptedSamples
-    from megatron_dllm.launch import default_to_one_process
+    args, tokenizer, model = start(
+        f"""--dllm-mode block_diffusion --hf-model {folder}/model --init-from-hf --dllm-train-router
+        --no-block-diffusion-eos-fill {data_flags(options, folder)}"""
+    )
     from megatron_dllm.modes import get_mode
     from megatron_dllm.self_conditioning import first_pass_of_one_process
-    from megatron_dllm.training import install, model_provider
 
-    default_to_one_process()
-    sys.argv = [
-        "benchmark",
-        *f"""--dllm-mode block_diffusion --hf-model {folder}/model --init-from-hf --dllm-train-router
-        --seq-length {options.seq_length} --micro-batch-size {options.batch} --train-iters 1 --lr 1e-3
-        --data-path {write_corpus(options, folder)} --split 100,0,0 --tokenizer-type NullTokenizer
-        --no-block-diffusion-eos-fill --dllm-verify-peers 0 --make-vocab-size-divisible-by 1""".split(),
-    ]
-    args, tokenizer = parse_arguments()
-    install()
-    initialize_megatron(allow_no_cuda=not torch.cuda.is_available())
-    mode, model = get_mode("block_diffusion"), model_provider()
-    samples = CorruptedSamples(build_datasets(args, tokenizer).train, args, Split.train)
-    collate = Collate(args, 1, 0)
-    batches, shared, seconds = [], [], []
-    for i in range(BATCHES):
-        start = time.perf_counter()
-        rows = [samples[i * options.batch + j] for j in range(options.batch)]
-        batches.append(collate(rows))
-        seconds.append(time.perf_counter() - start)
-        shared.append([(c.sample.tokens_S, c.x_t_S, c.places_NK[0], c.self_conditioned) for c in rows])
-    torch.save(shared, folder / "shared.tmp")
-    os.replace(folder / "shared.tmp", folder / "shared")
-    terms_of = functools.partial(mode.loss, args=args)
+    batches = Batches(args, tokenizer, BATCHES)
+    facts = lambda row: (row.sample.tokens_S, row.x_t_S, row.places_NK[0], row.self_conditioned)
+    share([[facts(row) for row in rows] for rows in batches], folder)
+    terms_of = functools.partial(get_mode("block_diffusion").loss, args=args)
 
     def loss(step):
-        batch = batches[step % BATCHES]
+        batch = batches[step]
         soft = first_pass_of_one_process(model, batch)
         inputs = batch.tokens_BQ, batch.position_ids_BQ, batch.attributes_BQA
         terms = model(*inputs, loss=terms_of, terms=batch.terms, soft=soft)
         return sum(term.weight * term.sum / batch.counts[term.counted] for term in terms)
 
-    scored = sum(len(term.rows_N) for batch in batches for term in batch.terms.values()) / BATCHES
-    return model, loss, dict(assembly=statistics.median(seconds), scored=scored)
+    return model, loss, batches.figures
 
 
 def usual(options, folder: Path):
@@ -109,8 +78,7 @@ def usual(options, folder: Path):
     from transformers import DiffusionGemmaForBlockDiffusion
     from transformers.cache_utils import DynamicCache
 
-    while not (folder / "shared").exists():
-        time.sleep(0.05)
+    given = shared(folder)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(folder / "model", dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("vision" not in name)
@@ -124,7 +92,7 @@ def usual(options, folder: Path):
         full_attention=dense(torch.cat([context, own], 1)), sliding_attention=dense(torch.cat([near, own], 1))
     )
     batches = []
-    for rows in torch.load(folder / "shared", weights_only=False):
+    for rows in given:
         text, noisy, places, coins = zip(*rows, strict=True)
         chosen = torch.zeros(len(rows), S, dtype=torch.bool)
         for b, own_places in enumerate(places):

@@ -6,7 +6,6 @@ up to the end of the block, softmax of the block). Same weights, same prompt, gr
 process of its own, and their answers alternate and must be the same tokens.
 """
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -16,42 +15,30 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmark_sides import share, shared, start
+
 MODES = {"llada": "mdlm", "llada2": "bd3lm", "nemotron": "hybrid"}
 WIDE = 0.08  # standard deviation of the weights: at the usual 0.02 all tokens are nearly equally likely
 
 
 def ours(options, folder: Path):
     """This code's model and sampler. Returns write() -> (ids, forwards)."""
-    importlib.import_module("megatron_dllm")
-    import torch
     from benchmark import llama_keys
-    from megatron.training.initialize import initialize_megatron
 
-    from megatron_dllm.arguments import parse_arguments
-    from megatron_dllm.generation import GenerationConfig, generate
-    from megatron_dllm.launch import default_to_one_process
-    from megatron_dllm.training import install, model_provider
-
-    default_to_one_process()
     mode = MODES[options.sampler]
     blocks = "" if mode == "mdlm" else f"--dllm-block-size {options.block_size}"
-    sys.argv = [
-        "benchmark",
-        *f"""--dllm-mode {mode} {blocks}
+    _, tokenizer, model = start(
+        f"""--dllm-mode {mode} {blocks}
         --num-layers {options.layers} --hidden-size {options.hidden} --ffn-hidden-size {options.ffn}
         --num-attention-heads {options.heads} --seq-length {options.prompt + options.new} --micro-batch-size 1
         --train-iters 1 --lr 1e-3 --sft-data-path none --tokenizer-type NullTokenizer --init-method-std {WIDE}
         --vocab-size {options.vocabulary} --dllm-mask-token-id {options.vocabulary - 2}
-        --make-vocab-size-divisible-by 1""".split(),
-    ]
-    _, tokenizer = parse_arguments()
-    install()
-    initialize_megatron(allow_no_cuda=not torch.cuda.is_available())
-    model = model_provider().eval()
-    weights = llama_keys(model.state_dict(), options.layers, options.heads, options.hidden // options.heads)
-    torch.save(weights, folder / "shared.tmp")
-    os.replace(folder / "shared.tmp", folder / "shared")
-    del weights
+        --make-vocab-size-divisible-by 1"""
+    )
+    from megatron_dllm.generation import GenerationConfig, generate
+
+    model = model.eval()
+    share(llama_keys(model.state_dict(), options.layers, options.heads, options.hidden // options.heads), folder)
     config = GenerationConfig(
         max_new_tokens=options.new,
         gen_block_length=options.block_size,
@@ -78,8 +65,7 @@ def usual(options, folder: Path):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    while not (folder / "shared").exists():
-        time.sleep(0.05)
+    given = shared(folder)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=options.vocabulary,
@@ -94,7 +80,7 @@ def usual(options, folder: Path):
             attn_implementation="sdpa",
         )
     ).eval()
-    model.load_state_dict(torch.load(folder / "shared"))
+    model.load_state_dict(given)
     loop = dict(llada=published_llada, llada2=published_llada2, nemotron=uncached_nemotron)[options.sampler]
     mask_id = options.vocabulary - 2
 
