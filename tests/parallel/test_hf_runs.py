@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from megatron_dllm.noise import hashed_seed
+from tests.checkpoints import saved_tensors
 from tests.hf_models import VOCABULARY
 from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS, close
 from tests.parallel.pool import CaseFailed
@@ -21,14 +21,8 @@ BALANCED = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1".sp
 
 def weights(run, iteration: int, part: str) -> dict[str, torch.Tensor]:
     """The model's weights of a checkpoint whose names contain `part`."""
-    reader = dcp.FileSystemReader(run / f"iter_{iteration:07d}")
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, dcp.metadata.TensorStorageMetadata) and part in name and "optimizer" not in name
-    }
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
+    wanted = lambda name: part in name and "optimizer" not in name
+    return saved_tensors(run / f"iter_{iteration:07d}", wanted)
 
 
 def biases_of(path: str) -> dict[str, torch.Tensor]:

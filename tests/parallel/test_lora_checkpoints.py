@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_dllm.models import target
+from tests.checkpoints import saved_tensors
 from tests.hf_models import make
 from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS, close
 from tests.parallel.hf import TRAIN
@@ -65,17 +65,6 @@ def trained(pool, command, tmp_path_factory):
         return made[name]
 
     return get
-
-
-def saved(folder) -> dict[str, torch.Tensor]:
-    reader = dcp.FileSystemReader(folder)
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
-    }
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 def reloaded(folder):
@@ -167,7 +156,7 @@ def test_a_run_goes_on_in_another_layout(pool, command, tmp_path, name, first, l
     processes, flags = first
     argv = [*argv, *more.split(), "--lr", "1e-3", "--train-iters", 4, "--save-interval", 2, "--save", tmp_path]
     straight = pool.run([*argv, *flags.split()], processes)[-1]
-    state = saved(tmp_path / "iter_0000004")
+    state = saved_tensors(tmp_path / "iter_0000004")
     moments = {key: value for key, value in state.items() if "exp_avg" in key}
     assert moments and all(".lora_" in key for key in moments)
     adapters = {key: value for key, value in state.items() if ".lora_" in key and not key.startswith("optimizer")}
@@ -179,7 +168,7 @@ def test_a_run_goes_on_in_another_layout(pool, command, tmp_path, name, first, l
     processes, flags = layout
     resumed = pool.run([*argv, *flags.split(), "--load", tmp_path, "--save", tmp_path / "on"], processes)[-1]
     assert close(resumed["losses"], straight["losses"][2:]) and close(resumed["grad_norms"], straight["grad_norms"][2:])
-    on = saved(tmp_path / "on" / "iter_0000004")
+    on = saved_tensors(tmp_path / "on" / "iter_0000004")
     for key, value in state.items():
         if ".lora_" not in key and "weight" in key and "embedding" not in key and "output_layer" not in key:
             assert torch.equal(value, on[key])  # which has been the folder's, see above

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import load_common_state_dict
 
+from tests.checkpoints import saved_tensors
 from tests.parallel.cases import TINY, write_chat
 from tests.parallel.pool import ROOT, CaseFailed
 
@@ -72,18 +71,6 @@ def uninterrupted(pool, argv, tmp_path_factory):
     return get
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a torch_dist checkpoint: weights and optimizer state."""
-    reader = dcp.FileSystemReader(folder)
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
-    }
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
 def resume(pool, argv, folder, name, *more, **options):
     processes, flags = LAYOUTS[name]
     return pool.run([*argv, *flags.split(), "--load", folder, "--ckpt-step", 3, *more], processes, **options)
@@ -98,7 +85,7 @@ def test_the_same_layout_resumes_bit_by_bit(pool, argv, uninterrupted, tmp_path,
     assert results[-1]["indices"] == straight["indices"][3:]
     for key in ("supervised tokens", "noised tokens"):
         assert [r[key] for r in results[-1]["reports"]] == [r[key] for r in straight["reports"][3:]]
-    expected, got = tensors(folder / "iter_0000006"), tensors(tmp_path / "iter_0000006")
+    expected, got = saved_tensors(folder / "iter_0000006"), saved_tensors(tmp_path / "iter_0000006")
     assert expected.keys() == got.keys()
     assert any("exp_avg_sq" in key for key in got) and any("word_embeddings" in key for key in got)
     different = [key for key in got if not torch.equal(expected[key], got[key])]
@@ -173,7 +160,7 @@ def test_the_state_of_experts_is_the_same_bits_in_every_form(pool, argv, tmp_pat
         assert len(result["losses"]) == (0 if load else 3)
     saved = []
     for folder in folders:
-        state = tensors(folder / "iter_0000003")
+        state = saved_tensors(folder / "iter_0000003")
         assert any(key.startswith("optimizer.state.exp_avg_sq.") and "experts" in key for key in state)
         for key in [key for key in state if key.startswith("optimizer.state.param.")]:
             fp32 = state.pop(key)  # fp32 runs have them with the distributed optimizer only: the weights once more
@@ -268,7 +255,7 @@ def test_another_learning_rate_goes_on_with_the_state(pool, argv, uninterrupted,
     folder, straight = uninterrupted(name)
     flags = ("--lr", 2e-3, "--min-lr", 2e-4, "--override-opt-param-scheduler")
     resume(pool, argv, folder, name, *flags, "--train-iters", 3, "--save", tmp_path, "--save-interval", 1000)
-    before, loaded = tensors(folder / "iter_0000003"), tensors(tmp_path / "iter_0000003")
+    before, loaded = saved_tensors(folder / "iter_0000003"), saved_tensors(tmp_path / "iter_0000003")
     assert before.keys() == loaded.keys()
     assert not [key for key in loaded if not torch.equal(before[key], loaded[key])]
     result = resume(pool, argv, tmp_path, name, *flags)[-1]
