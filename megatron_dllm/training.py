@@ -84,7 +84,8 @@ def model_provider(
             model = DiffusionGemma(config, shape=Shape.of(args), train_router=args.dllm_train_router, **common)
         else:
             tied = not args.untie_embeddings_and_output_weights
-            model = DiffusionLM(config, share_embeddings_and_output_weights=tied, **common)
+            common |= dict(share_embeddings_and_output_weights=tied, separate_norms=rank_of(args) is not None)
+            model = DiffusionLM(config, **common)
     if getattr(args, "dllm_emulate_fp8", None) is not None:  # checkpoints of before it know nothing of it
         emulate_fp8(model, args.dllm_emulate_fp8)
     if rank_of(args) is not None:

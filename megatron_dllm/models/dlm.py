@@ -28,8 +28,12 @@ from megatron_dllm.modes.base import DOCUMENT, Rule
 from megatron_dllm.parallel import RankTerm
 
 
-def block_spec(config, rule: Rule, backend: str, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's layers for this pipeline stage with our core attention, and our norms in the local spec."""
+def block_spec(
+    config, rule: Rule, backend: str, vp_stage: int | None, separate_norms: bool = False
+) -> TransformerBlockSubmodules:
+    """Megatron's layers for this pipeline stage with our core attention, and our norms in the local spec.
+
+    separate_norms: Transformer Engine's products norm no input themselves, so that something can be beside them."""
     transformer_engine = config.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(
         config,
@@ -45,13 +49,27 @@ def block_spec(config, rule: Rule, backend: str, vp_stage: int | None) -> Transf
         attention.core_attention = core_attention
         if not transformer_engine:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-            if getattr(layer.submodules.mlp, "func", None) is MoELayer:
+            if layer.submodules.mlp.func is MoELayer:
                 # before experts the norm is a module of its own in Transformer Engine's layers too, and stored as one
                 del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
             if config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = HeadRMSNorm
+        elif separate_norms:
+            _separate_norms(layer.submodules, config)
         layers.append(layer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm if transformer_engine else RMSNorm)
+
+
+def _separate_norms(layer, config) -> None:
+    """Norms of their own in place of those in a layer's products, stored where these would be."""
+    te = parallel_layers(config)
+    layer.input_layernorm = te.layer_norm()
+    layer.self_attention.submodules.linear_qkv = te.column_parallel_linear()
+    layer.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if layer.mlp.func is not MoELayer:  # before experts the norm is a module of its own anyway
+        layer.pre_mlp_layernorm = te.layer_norm()
+        layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        layer.mlp.keywords["submodules"].linear_fc1 = te.column_parallel_linear()
 
 
 def parallel_layers(config):
@@ -83,7 +101,8 @@ class DiffusionLM(LanguageModule):
     """Embedding -> TransformerBlock -> head, any of them absent on a pipeline stage that does not hold it.
 
     rule: the mode's `visible`; vocab_size: padded rows of the embedding (a multiple of the tensor-parallel
-    size), true_vocab_size: those that are tokens; the rest never receives probability.
+    size), true_vocab_size: those that are tokens; the rest never receives probability; separate_norms: of Transformer
+    Engine's layers (`block_spec`).
     adapted: all but adapters is frozen (lora.py); adapters_anew: the checkpoint to be loaded has none.
     """
 
@@ -103,10 +122,12 @@ class DiffusionLM(LanguageModule):
         rotary_percent: float = 1.0,
         rope_scaling: dict | None = None,
         attention_backend: str = "auto",
+        separate_norms: bool = False,
         vp_stage: int | None = None,
         pg_collection=None,
     ):
         super().__init__(config=config, pg_collection=pg_collection)
+        self.separate_norms = separate_norms
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.model_type = ModelType.encoder_or_decoder
@@ -160,7 +181,7 @@ class DiffusionLM(LanguageModule):
 
     def layers_spec(self, rule: Rule, backend: str, vp_stage: int | None) -> TransformerBlockSubmodules:
         """This stage's layers and the final norm."""
-        return block_spec(self.config, rule, backend, vp_stage)
+        return block_spec(self.config, rule, backend, vp_stage, self.separate_norms)
 
     def embed(
         self, tokens_BQ: torch.Tensor, position_ids_BQ: torch.Tensor, attributes_BQA: torch.Tensor | None, soft=None

@@ -20,7 +20,7 @@ def global_name(model, name: str) -> str:
     parts = name.split(".")
     if name.startswith("decoder.layers."):
         parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
-    if _is_expert(name):
+    if is_expert(name):
         first = model.config.num_moe_experts // model.pg_collection.ep.size() * model.pg_collection.ep.rank()
         if "local_experts" in parts:
             place = parts.index("local_experts") + 1
@@ -33,12 +33,13 @@ def global_name(model, name: str) -> str:
     return name
 
 
-def _is_expert(name: str) -> bool:
+def is_expert(name: str) -> bool:
+    """Whether a module or parameter is one expert's."""
     return ".experts." in name  # not ".shared_experts."
 
 
 def _group(model, name: str):
-    return model.pg_collection.expt_tp if _is_expert(name) else model.pg_collection.tp
+    return model.pg_collection.expt_tp if is_expert(name) else model.pg_collection.tp
 
 
 def held(model, name: str, parameter: torch.Tensor) -> tuple[list[range], slice]:

@@ -25,7 +25,9 @@ Dropout belongs to the layer's input, one mask for all parts, drawn as Megatron 
 tensor-parallel ranks share where they hold the same input, else from the rank's own. So it depends on the layout.
 """
 
+import functools
 from argparse import Namespace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +46,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_dllm.models.init import global_name, held
+from megatron_dllm.models.init import global_name, held, is_expert
 from megatron_dllm.models.weights import ADAPTER, attention_shape
 
 ALL = "all-linear"
@@ -121,116 +123,134 @@ def wide(B_Or: torch.Tensor, choices_OT: torch.Tensor) -> torch.Tensor:
     return (choices_OT[:, :, None] * B_Or[:, None]).flatten(1)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an adapter is. columns: beside a column-parallel layer, else a row-parallel one; group: the ranks that the
+    layer is cut over; expert: whose tokens the dispatcher exchanges; sequence_parallel: the layer exchanges them."""
+
+    columns: bool
+    group: torch.distributed.ProcessGroup
+    expert: bool
+    sequence_parallel: bool
+    gated: bool
+    scale: float
+    dropout: float
+
+
 class _Adapted:
-    """What is added to a Megatron layer's class."""
+    """What is added to a layer's class, Megatron's own or Transformer Engine's."""
+
+    lora: Place
 
     def forward(self, input_, *args, **kwargs):
         output, bias = super().forward(input_, *args, **kwargs)
-        return output + self._delta(self._dropped(input_)), bias
+        delta = self._delta_of_columns if self.lora.columns else self._delta_of_rows
+        return output + delta(self._dropped(input_)), bias
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.lora_dropout or not self.training:
+        lora = self.lora
+        if not lora.dropout or not self.training:
             return x
-        column = isinstance(self, ColumnParallelLinear)
-        if column and not self.is_expert and not self.sequence_parallel:
-            return F.dropout(x, self.lora_dropout)  # which all tensor-parallel ranks have alike
-        state = (get_expert_parallel_rng_tracker_name(),) if self.is_expert else ()
+        if lora.columns and not lora.expert and not lora.sequence_parallel:
+            return F.dropout(x, lora.dropout)  # which all tensor-parallel ranks have alike
+        state = (get_expert_parallel_rng_tracker_name(),) if lora.expert else ()
         with get_cuda_rng_tracker().fork(*state):
-            return F.dropout(x, self.lora_dropout)
+            return F.dropout(x, lora.dropout)
+
+    def _delta_of_columns(self, x: torch.Tensor) -> torch.Tensor:
+        lora, whole_A = self.lora, self.lora_A
+        if lora.expert:
+            whole_A = copy_to_tensor_model_parallel_region(whole_A, group=lora.group)
+        thin = F.linear(x, whole_A)
+        if lora.sequence_parallel:
+            thin = gather_from_sequence_parallel_region(thin, tensor_parallel_output_grad=True, group=lora.group)
+        elif not lora.expert:
+            thin = copy_to_tensor_model_parallel_region(thin, group=lora.group)
+        return F.linear(thin * lora.scale, wide(self.lora_B, self.lora_choices))
+
+    def _delta_of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        lora, whole_B = self.lora, self.lora_B
+        thin = F.linear(x, self.lora_A)
+        if lora.expert:  # the dispatcher adds up the ranks' outputs
+            whole_B = copy_to_tensor_model_parallel_region(whole_B, group=lora.group)
+        elif lora.sequence_parallel:
+            thin = reduce_scatter_to_sequence_parallel_region(thin, group=lora.group)
+        else:
+            thin = reduce_from_tensor_model_parallel_region(thin, group=lora.group)
+        return F.linear(thin * lora.scale, whole_B)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> ShardedStateDict:
         """The layer's own, with B cut like its rows, or A like its columns."""
         own = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        column = isinstance(self, ColumnParallelLinear)
+        lora, ranks = self.lora, metadata["dp_cp_group"]
+        cut = {B: 0} if lora.columns else {A: 1}
         ours = make_sharded_tensors_for_checkpoint(
-            {A: self.lora_A, B: self.lora_B},
-            prefix,
-            {B: 0} if column else {A: 1},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
+            {A: self.lora_A, B: self.lora_B}, prefix, cut, sharded_offsets, tp_group=lora.group, dp_cp_group=ranks
         )
-        if self.lora_gated:
+        if lora.gated:
+            alone = metadata.get("singleton_local_shards", False)
             ours[prefix + B] = apply_swiglu_sharded_factory(
-                ours[prefix + B],
-                sharded_offsets,
-                (metadata or {}).get("singleton_local_shards", False),
-                tp_group=self.tp_group,
-                dp_group=metadata["dp_cp_group"],
+                ours[prefix + B], sharded_offsets, alone, tp_group=lora.group, dp_group=ranks
             )
         return own | ours
-
-
-class _AdaptedColumns(_Adapted):
-    def _delta(self, x: torch.Tensor) -> torch.Tensor:
-        group, whole_A = self.tp_group, self.lora_A
-        if self.explicit_expert_comm:
-            whole_A = copy_to_tensor_model_parallel_region(whole_A, group=group)
-        thin = F.linear(x, whole_A)
-        if self.sequence_parallel and not self.explicit_expert_comm:
-            thin = gather_from_sequence_parallel_region(thin, tensor_parallel_output_grad=True, group=group)
-        elif not self.explicit_expert_comm:
-            thin = copy_to_tensor_model_parallel_region(thin, group=group)
-        return F.linear(thin * self.lora_scale, wide(self.lora_B, self.lora_choices))
-
-
-class _AdaptedRows(_Adapted):
-    def _delta(self, x: torch.Tensor) -> torch.Tensor:
-        group, whole_B = self.tp_group, self.lora_B
-        thin = F.linear(x, self.lora_A)
-        if self.explicit_expert_comm:  # the dispatcher adds up the ranks' outputs
-            whole_B = copy_to_tensor_model_parallel_region(whole_B, group=group)
-        elif self.sequence_parallel:
-            thin = reduce_scatter_to_sequence_parallel_region(thin, group=group)
-        else:
-            thin = reduce_from_tensor_model_parallel_region(thin, group=group)
-        return F.linear(thin * self.lora_scale, whole_B)
-
-
-_classes: dict[type, type] = {}
-
-
-def _adapted(layer: type, columns: bool) -> type:
-    if layer not in _classes:
-        _classes[layer] = type(f"Adapted{layer.__name__}", (_AdaptedColumns if columns else _AdaptedRows, layer), {})
-    return _classes[layer]
 
 
 def add_adapters(model: torch.nn.Module, args: Namespace) -> None:
     """Put adapters on the targets in this rank's part of a model, and freeze all the rest. They are not drawn yet.
 
-    Raises TypeError for a target that is not one of Megatron's own layers.
+    Raises TypeError for a target that norms its own input, or is several layers in one.
     """
     model.requires_grad_(False)
     model.adapted = True
+    columns, rows = _parallel_layers()
     for name, layer in list(model.named_modules()):
-        weight = name + ".weight"
-        if not (parts := targets_of(weight, args)):
+        if not (parts := targets_of(name + ".weight", args)):
             continue
-        if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-            raise TypeError(f"{name} is a {type(layer).__name__}, which has no adapter: use --transformer-impl local.")
-        _add(model, name, layer, len(parts), args)
+        if not isinstance(layer, columns + rows):
+            raise TypeError(f"{name} is a {type(layer).__name__}, which can have no adapter.")
+        _add(model, name, layer, isinstance(layer, columns), len(parts), args)
 
 
-def _add(model, name: str, layer, parts: int, args: Namespace) -> None:
-    columns = isinstance(layer, ColumnParallelLinear)
-    rank, base = args.lora_rank, layer.weight
+def _parallel_layers() -> tuple[tuple[type, ...], tuple[type, ...]]:
+    """(column-parallel, row-parallel) classes that can have an adapter."""
+    from megatron.core.extensions import transformer_engine as te
+
+    if not te.HAVE_TE:
+        return (ColumnParallelLinear,), (RowParallelLinear,)
+    return (ColumnParallelLinear, te.TEColumnParallelLinear), (RowParallelLinear, te.TERowParallelLinear)
+
+
+def _add(model, name: str, layer, columns: bool, parts: int, args: Namespace) -> None:
+    rank, base, expert = args.lora_rank, layer.weight, is_expert(name)
     rows, width = base.shape
+    group = layer.tp_group if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else layer._tp_group
+    layer.lora = Place(
+        columns=columns,
+        group=group,
+        expert=expert,
+        sequence_parallel=layer.config.sequence_parallel and group.size() > 1 and not expert,
+        gated=name.endswith("linear_fc1") and args.swiglu,
+        scale=args.lora_alpha / rank,
+        dropout=args.lora_dropout,
+    )
     layer.lora_A = torch.nn.Parameter(base.new_empty(parts * rank, width))
     layer.lora_B = torch.nn.Parameter(base.new_empty(rows, rank))
     cut, whole = (layer.lora_B, layer.lora_A) if columns else (layer.lora_A, layer.lora_B)
     set_tensor_model_parallel_attributes(cut, True, 0 if columns else 1, getattr(base, "partition_stride", 1))
-    whole.sequence_parallel = layer.sequence_parallel and not layer.explicit_expert_comm and not layer.is_expert
+    whole.sequence_parallel = layer.lora.sequence_parallel
     cut.allreduce = whole.allreduce = base.allreduce
-    layer.lora_scale, layer.lora_dropout = args.lora_alpha / rank, args.lora_dropout
-    layer.lora_gated = name.endswith("linear_fc1") and args.swiglu
     if columns:
         full = global_name(model, name + ".weight")
         runs, _ = held(model, name + ".weight", base)
-        chosen = choices(full, layer.output_size, args)
+        chosen = choices(full, rows * group.size(), args)
         own = torch.cat([chosen[run.start : run.stop] for run in runs])
         layer.register_buffer("lora_choices", own.to(base), persistent=False)
-    layer.__class__ = _adapted(type(layer), columns)
+    layer.__class__ = _adapted(type(layer))
+
+
+@functools.cache
+def _adapted(layer: type) -> type:
+    return type(f"Adapted{layer.__name__}", (_Adapted, layer), {})
 
 
 def leave_out(state: ShardedStateDict) -> None:

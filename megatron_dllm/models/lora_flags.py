@@ -48,11 +48,10 @@ def check_lora(args, given: set[str]) -> None:
         raise ValueError("--lora-rank is for whole models, a draft is small enough to be trained itself: remove it.")
     if args.lora_rank > args.hidden_size:
         raise ValueError(f"--lora-rank {args.lora_rank} is more than --hidden-size {args.hidden_size}: give less.")
-    if args.transformer_impl != "local":
-        raise ValueError(
-            f"--lora-rank has no place in the layers of --transformer-impl {args.transformer_impl}, some of which norm "
-            "their input themselves: use local."
-        )
+    if args.fp8_param_gather:
+        raise ValueError("--fp8-param-gather is for weights that are trained, and --lora-rank freezes them: remove it.")
+    if args.use_transformer_engine_op_fuser:
+        raise ValueError("--use-transformer-engine-op-fuser leaves no layers to adapt by --lora-rank: remove it.")
     if args.dllm_train_router:
         raise ValueError("--dllm-train-router trains a part of the weights that --lora-rank freezes: remove one.")
     if args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate:
@@ -68,6 +67,11 @@ def check_lora(args, given: set[str]) -> None:
     args.lora_targets = read_targets(args.lora_targets, args)
     tp = args.tensor_model_parallel_size
     of_experts = args.num_experts is not None and set(args.lora_targets) & {"gate_proj", "up_proj", "down_proj"}
+    if of_experts and args.moe_grouped_gemm and args.transformer_impl == "transformer_engine":
+        raise ValueError(
+            "--moe-grouped-gemm makes all experts one layer, which has no adapters: remove it, or leave MLPs out of "
+            "--lora-targets."
+        )
     if args.lora_dropout and of_experts and (args.expert_tensor_parallel_size or tp) > 1:
         raise ValueError(
             "--lora-dropout on experts that are cut over ranks would drop other inputs on each: use "

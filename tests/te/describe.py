@@ -1,7 +1,9 @@
-"""python tests/te/describe.py FLAGS...: what the model of a training command is made of, as JSON.
+"""python tests/te/describe.py {describe,compute} FLAGS...: what the model of a training command is made of, or what it
+computes, as JSON.
 
-With --transformer-impl transformer_engine it pretends that there is a GPU, as far as building needs one: parameters lie
-on the CPU, and nothing can be computed. So this is about classes, names and shapes.
+With --transformer-impl transformer_engine it pretends that there is a GPU, as far as building needs one: parameters
+lie on the CPU, and Transformer Engine's kernels cannot run. So `describe` is about classes, names and shapes, and
+`compute`, with PyTorch's product and norm in their place, about what is put together with what.
 """
 
 import contextlib
@@ -29,12 +31,34 @@ def pretend_gpu() -> None:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 
 
-def describe(*flags: str) -> dict:
-    """classes: of modules by name; weights: by the key that checkpoints store them under, their global shape, and where
-    the parts lie if there are several; recipe: class of Transformer Engine's, in FP8."""
+def kernels_of_pytorch() -> None:
+    importlib.import_module("megatron_dllm")  # before megatron
+    import torch._dynamo
+    import transformer_engine.pytorch as te
+    from megatron.core.transformer.moe import moe_utils
+    from torch.nn.functional import linear, rms_norm
+
+    from megatron_dllm import cpu
+
+    torch._dynamo.config.disable = True  # Megatron's small fusions would be compiled for the pretended GPU
+    def product(self, x, **kwargs):
+        return linear(x, self.weight, self.bias if self.apply_bias else None)
+
+    def normed_product(self, x, **kwargs):
+        return product(self, rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps))
+
+    te.Linear.forward, te.LayerNormLinear.forward = product, normed_product
+    te.RMSNorm.forward = lambda self, x: rms_norm(x, self.weight.shape, self.weight, self.eps)
+    moe_utils.te_general_gemm = None  # of routers: Megatron's own then
+    cpu._streams_and_events()
+    cpu._tensor_devices()
+
+
+def build(*flags: str, draw_weights: bool):
+    """(arguments, model)"""
     importlib.import_module("megatron_dllm")  # before megatron
     import torch.distributed as dist
-    from megatron.core import mpu, parallel_state
+    from megatron.core import mpu
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.training import global_vars
 
@@ -49,7 +73,13 @@ def describe(*flags: str) -> dict:
         args, _ = read_command_line()
         args.init_from_hf = False
         global_vars.set_args(args)
-        model = model_provider(draw_weights=False)
+        return args, model_provider(draw_weights=draw_weights)
+
+
+def describe(*flags: str) -> dict:
+    """classes: of modules by name; weights: by the key that checkpoints store them under, their global shape, and where
+    the parts lie if there are several; trained: names; recipe: class of Transformer Engine's, in FP8."""
+    args, model = build(*flags, draw_weights=False)
     state = model.sharded_state_dict(metadata=dict(singleton_local_shards=False))
     weights = {}
     for entry in tensors(state):
@@ -58,11 +88,37 @@ def describe(*flags: str) -> dict:
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     recipe = None
     if args.fp8 is not None:
+        from megatron.core import parallel_state
         from megatron.core.fp8_utils import get_fp8_recipe
 
         parallel_state.get_amax_reduction_group = lambda **kwargs: None
         recipe = type(get_fp8_recipe(model.config)).__name__
-    return dict(classes=classes, weights={key: sorted(parts) for key, parts in weights.items()}, recipe=recipe)
+    weights = {key: sorted(parts) for key, parts in weights.items()}
+    trained = sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return dict(classes=classes, weights=weights, trained=trained, recipe=recipe)
+
+
+def compute(*flags: str) -> dict:
+    """logits of 16 tokens, and gradients of what is trained, by name, of their sum times fixed numbers. What is zero or
+    one at first (norms, biases, adapters' B) becomes something."""
+    args, model = build(*flags, draw_weights=True)
+    generator = torch.Generator().manual_seed(7)
+    draw = lambda shape: torch.randn(shape, generator=generator)
+    for name, parameter in sorted(model.named_parameters(), key=lambda named: unfused(named[0])):
+        if "norm" in name or name.endswith(("bias", "lora_B")):
+            parameter.data.add_(0.1 * draw(parameter.shape))
+    tokens = torch.randint(args.vocab_size, (1, 16), generator=generator)
+    logits = model.train()(tokens, torch.arange(16)[None], None)
+    (logits * draw(logits.shape)).sum().backward()
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None)
+    gradients = {unfused(name): parameter.grad.flatten().tolist() for name, parameter in trained}
+    return dict(logits=logits.flatten().tolist(), gradients=gradients)
+
+
+def unfused(name: str) -> str:
+    """Name of a parameter where norms are modules of their own."""
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
 def tensors(state):
@@ -84,4 +140,6 @@ def tensors(state):
 if __name__ == "__main__":
     if "transformer_engine" in sys.argv:
         pretend_gpu()
-    print(json.dumps(describe(*sys.argv[1:])))
+        if sys.argv[1] == "compute":
+            kernels_of_pytorch()
+    print(json.dumps(dict(describe=describe, compute=compute)[sys.argv[1]](*sys.argv[2:])))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_dllm.precision import FP8_ROWS
 from tests.hf_models import make
@@ -48,9 +49,9 @@ RECIPES = dict(
 
 
 @functools.cache
-def described(flags: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "tests/te/describe.py", *flags.split()],  # `-m tests...` would hide Transformer Engine first
+def described(flags: str, what: str = "describe") -> dict:
+    done = subprocess.run(  # of a file: `-m tests...` would hide Transformer Engine first
+        [sys.executable, "tests/te/describe.py", what, *flags.split()],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
@@ -67,8 +68,8 @@ def compare(flags: str):
         described(f"{flags} --transformer-impl transformer_engine"),
     )
     assert fused["weights"] == local["weights"]
-    linear = {name: kind for name, kind in fused["classes"].items() if kind.endswith("Linear") or "Linear" in kind}
-    inside = {kind for name, kind in linear.items() if name.startswith("decoder.layers")}
+    linear = {name: kind for name, kind in fused["classes"].items() if "Linear" in kind}
+    inside = {kind.removeprefix("Adapted") for name, kind in linear.items() if name.startswith("decoder.layers")}
     assert inside and all(kind.startswith("TE") for kind in inside)
     assert all(kind == "RuleAttention" for name, kind in fused["classes"].items() if name.endswith("core_attention"))
     assert not [kind for kind in fused["classes"].values() if kind == "TEDotProductAttention"]
@@ -88,6 +89,43 @@ def test_the_same_weights_under_the_same_names(family):
 def test_grouped_experts():
     classes = compare(f"--model-preset qwen3-30b-a3b {FAMILIES['qwen3-30b-a3b']} --moe-grouped-gemm {RUN}")
     assert "TEGroupedMLP" in classes.values()
+
+
+@pytest.mark.parametrize("family", ["dream-7b", "llada2-mini", "tiny-diffusion-gemma"])
+def test_adapters(family):
+    """In its layers as in local ones; their norms are modules then."""
+    flags = f"--model-preset {family} {FAMILIES[family]} {RUN} --lora-rank 4"
+    classes = compare(flags)
+    assert "AdaptedTEColumnParallelLinear" in classes.values() and "AdaptedTERowParallelLinear" in classes.values()
+    assert "TELayerNormColumnParallelLinear" not in classes.values()
+    fused, local = (described(f"{flags} --transformer-impl {i}")["trained"] for i in ("transformer_engine", "local"))
+    assert fused == local and all(name.endswith(("lora_A", "lora_B")) for name in fused)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        *((family, "") for family in FAMILIES if family not in ("smollm2-135m", "llada-8b")),  # dream without biases
+        ("qwen3-0.6b", "--lora-rank 4"),
+        ("llada2-mini", "--lora-rank 4"),
+        ("llada2-mini", "--lora-rank 4 --lora-targets v_proj,up_proj"),
+    ],
+)
+def test_layers_are_put_together_as_local_ones(family, lora):
+    """Logits and gradients, with PyTorch's product and norm in place of its own, which want a GPU."""
+    flags = f"--model-preset {family} {FAMILIES[family]} {RUN.replace('--bf16', '')} {lora}"
+    local, fused = (
+        described(f"{flags} --transformer-impl {impl}", "compute") for impl in ("local", "transformer_engine")
+    )
+    close(fused["logits"], local["logits"])
+    assert fused["gradients"].keys() == local["gradients"].keys() != set()
+    for name, gradient in local["gradients"].items():
+        close(fused["gradients"][name], gradient)
+
+
+def close(a: list[float], b: list[float]) -> None:
+    a, b = torch.tensor(a), torch.tensor(b)
+    assert b.abs().max() > 0 and (a - b).abs().max() < 1e-5 * b.abs().max()
 
 
 def test_a_draft_whose_context_is_not_normed(tmp_path):

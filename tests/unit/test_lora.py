@@ -32,7 +32,6 @@ REFUSED = {
     f"{LORA} --lora-targets ,": "--lora-targets names no layer: choose from q_proj",
     f"{LORA} --no-swiglu --lora-targets gate_proj": "gate_proj is no layer of this model: choose from q_proj, k_proj, "
     "v_proj, o_proj, up_proj, down_proj, Megatron's",
-    f"{LORA} --transformer-impl transformer_engine": "has no place in the layers of --transformer-impl transformer_e",
     f"{LORA} {GEMMA} --dllm-train-router": "--dllm-train-router trains a part of the weights that --lora-rank freezes",
     f"{LORA} {BIASED}": "set it to 0",
 }
@@ -64,6 +63,26 @@ def test_drafts_have_none():
     args = Namespace(lora_rank=4, lora_alpha=8.0, lora_dropout=0.0, dllm_mode="dflash")
     with pytest.raises(ValueError, match="--lora-rank is for whole models"):
         check_lora(args, {"lora_rank"})
+
+
+@pytest.mark.parametrize(
+    ("of_transformer_engine", "named"),
+    [
+        (dict(fp8_param_gather=True), "--fp8-param-gather is for weights that are trained"),
+        (dict(use_transformer_engine_op_fuser=True), "--use-transformer-engine-op-fuser leaves no layers to adapt"),
+        (dict(moe_grouped_gemm=True), "--moe-grouped-gemm makes all experts one layer"),
+    ],
+)
+def test_transformer_engines_layers_that_cannot_have_any(parsed, of_transformer_engine, named):
+    args = parsed(f"{LORA} --model-preset tiny-moe")  # a command with Transformer Engine is refused without a GPU
+    args.transformer_impl, args.lora_targets = "transformer_engine", [lora.ALL]
+    check_lora(args, set())
+    args.__dict__ |= of_transformer_engine | dict(lora_targets=[lora.ALL])
+    with pytest.raises(ValueError, match=named):
+        check_lora(args, set())
+    if "moe_grouped_gemm" in of_transformer_engine:
+        args.lora_targets = ["linear_qkv"]
+        check_lora(args, set())
 
 
 def test_dropout_of_experts_that_are_cut(parsed):
