@@ -102,13 +102,18 @@ def compute(*flags: str) -> dict:
     """logits of 16 tokens, and gradients of what is trained, by name, of their sum times fixed numbers. What is zero or
     one at first (norms, biases, adapters' B) becomes something."""
     args, model = build(*flags, draw_weights=True)
+    from megatron_dllm.modes.base import ANCHOR, CLEAN, POSITION, STREAM
+
     generator = torch.Generator().manual_seed(7)
     draw = lambda shape: torch.randn(shape, generator=generator)
     for name, parameter in sorted(model.named_parameters(), key=lambda named: unfused(named[0])):
         if "norm" in name or name.endswith(("bias", "lora_B")):
             parameter.data.add_(0.1 * draw(parameter.shape))
     tokens = torch.randint(args.vocab_size, (1, 16), generator=generator)
-    logits = model.train()(tokens, torch.arange(16)[None], None)
+    attributes = torch.zeros(1, 16, ANCHOR + 1, dtype=torch.int32)
+    attributes[0, :, POSITION] = attributes[0, :, ANCHOR] = torch.arange(16)
+    attributes[0, :, STREAM] = CLEAN
+    logits = model.train()(tokens, torch.arange(16)[None], attributes)
     (logits * draw(logits.shape)).sum().backward()
     trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None)
     gradients = {unfused(name): parameter.grad.flatten().tolist() for name, parameter in trained}

@@ -118,14 +118,15 @@ def test_layers_are_put_together_as_local_ones(family, lora):
         described(f"{flags} --transformer-impl {impl}", "compute") for impl in ("local", "transformer_engine")
     )
     close(fused["logits"], local["logits"])
-    assert fused["gradients"].keys() == local["gradients"].keys() != set()
+    assert fused["gradients"].keys() == local["gradients"].keys()
+    assert sum(any(gradient) for gradient in local["gradients"].values()) > 4  # an expert may be given no token
     for name, gradient in local["gradients"].items():
         close(fused["gradients"][name], gradient)
 
 
 def close(a: list[float], b: list[float]) -> None:
     a, b = torch.tensor(a), torch.tensor(b)
-    assert b.abs().max() > 0 and (a - b).abs().max() < 1e-5 * b.abs().max()
+    assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
 def test_a_draft_whose_context_is_not_normed(tmp_path):
