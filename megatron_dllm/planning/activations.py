@@ -82,7 +82,7 @@ class Kept:
         qkv = layer.qkv / tp if layer.groups >= tp else layer.qkv  # fewer groups than ranks: gathered
         keys = T + context  # rows that have keys
         kept = self.norm(self.between, net.width, output=self.reads("linear_qkv"))
-        kept += self.adapter("linear_qkv", self.between, T, net.width, qkv)
+        kept += self.adapter("linear_qkv", self.between, T, net.width, layer.qkv / tp)
         kept += self.adapter("linear_proj", T, self.between, h * d, net.width)
         split_keys = net.qk_norm and not self.lossy_norm  # the product is kept by the norm of the keys' part
         value_is_own = cp > 1 or context > 0 or layer.shared or net.gemma  # copied, so no part of the product
@@ -126,6 +126,20 @@ class Kept:
         tp = self.layout.tensor
         return self.mlp(width, self.T, tp) + self.mlp_adapters(width, (self.between, self.T), tp)
 
+    def self_conditioning(self, width: float) -> float:
+        """Beside adapters what comes in has no gradient, and of the MLP what lies above the first of them is kept."""
+        net, rows, D = self.network, self.between, self.network.width
+        into, out = net.thin("linear_fc1"), net.thin("linear_fc2")
+        if net.adapters is None:
+            return self.norm(rows, D) + self.dense(width) + self.norm(rows, D, output=False)
+        if not into and not out:
+            return rows * D * self.e  # as in `ends`
+        kept = self.norm(rows, D, output=False)
+        if into:
+            return kept + self.dense(width) + (rows * D * self.e if self.reads("linear_fc1") else 0)
+        inputs = self.T * width / self.layout.tensor
+        return kept + self.mlp_adapters(width, (rows, self.T), self.layout.tensor) + (inputs * self.e if self.reads("linear_fc2") else 0)
+
     def experts(self, layer: Layer) -> float:
         """Router, dispatch and the experts' own, where routing is even."""
         lay, net, E, k = self.layout, self.network, layer.experts, layer.active
@@ -157,7 +171,7 @@ class Kept:
         if self.network.gemma:
             norm = lambda **options: self.norm(rows, D, **options)
             # after attention, dense and sparse MLP: the input is the product's; then of their sum; then two before
-            kept += norm(output=False) * 3 + norm(output=False) + norm() + norm(output=False, source=False)
+            kept += norm(output=False) * 4 + norm(output=self.reads("linear_fc1")) + norm(output=False, source=False)
             kept += self.dense(layer.dense) + self.experts(layer) + rows * self.e
             return kept
         again = lay.modules & {"mlp", "moe"}  # from their input
@@ -188,11 +202,10 @@ class Kept:
             kept += self.norm(self.between, D, output=False)
         if first and self.layout.recompute == "full":
             kept += (self.T + self.micro.context) * net.angles * FLOAT
-        if first and net.adapters is not None:
-            kept += self.between * D * e  # embedded, of which layers read a copy that has a gradient (dlm.py)
         if first and net.gemma:
-            kept += self.norm(self.between, D) + self.dense(net.layers[0].dense)
-            kept += self.norm(self.between, D, output=False)
+            kept += self.self_conditioning(net.layers[0].dense)
+        elif first and net.adapters is not None:
+            kept += self.between * D * e  # embedded, of which layers read a copy that has a gradient (dlm.py)
         if first and net.features:
             context = self.micro.context
             kept += context * net.features * e + self.norm(context / self.layout.shards, D)
