@@ -51,7 +51,7 @@ class Kept:
 
     def norm(self, rows: float, width: float, output: bool = True, source: bool = True) -> float:
         """Of `rows` vectors: one number each, the output (if a product keeps it), and the input (if nothing else
-        does). Below fp32 a CPU keeps the input in fp32 in its place, and the normed input too if weights are trained."""
+        does). Below fp32 a CPU keeps the input in fp32 instead, and if weights are trained the normed input too."""
         kept = rows * FLOAT + (rows * width * self.e if output else 0)
         if self.lossy_norm:
             return kept + (1 if self.network.adapters else 2) * rows * width * FLOAT
@@ -63,9 +63,9 @@ class Kept:
         adapters = self.network.adapters
         return adapters is None or kind in adapters.thin and not adapters.dropout
 
-    def adapter(self, kind: str, rows: float, thin_rows: float, width: float, outputs: float, layers: float = 1) -> float:
-        """Beside its input, `rows` vectors of `width`: what stands between A and B, B made wide (a copy for each of so
-        many `layers`), and of dropout the input that is left and the mask."""
+    def adapter(self, kind: str, rows: float, thin_rows: float, width: float, outputs: float, layers: float = 1):
+        """Bytes beside its input, `rows` vectors of `width`: what stands between A and B, B made wide (a copy for each
+        of so many `layers`), and of dropout the input that is left and the mask."""
         thin = self.network.thin(kind)
         kept = thin_rows * thin * self.e
         if kind in COLUMNS:
@@ -137,8 +137,8 @@ class Kept:
         kept = self.norm(rows, D, output=False)
         if into:
             return kept + self.dense(width) + (rows * D * self.e if self.reads("linear_fc1") else 0)
-        inputs = self.T * width / self.layout.tensor
-        return kept + self.mlp_adapters(width, (rows, self.T), self.layout.tensor) + (inputs * self.e if self.reads("linear_fc2") else 0)
+        inputs = self.T * width / self.layout.tensor * self.e if self.reads("linear_fc2") else 0
+        return kept + inputs + self.mlp_adapters(width, (rows, self.T), self.layout.tensor)
 
     def experts(self, layer: Layer) -> float:
         """Router, dispatch and the experts' own, where routing is even."""

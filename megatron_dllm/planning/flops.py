@@ -1,9 +1,9 @@
 """Floating-point operations of training, for any mode.
 
 What is counted: matrix products, 2·m·n·k each. A product of a trained layer is counted three times (forward, gradient
-of the input, gradient of the weight), of a frozen one as often as it is done: beside adapters twice, also in the first
-layer, where nobody needs the gradient of the input but the run takes it (dlm.py). An adapter's product with B is counted
-as of B [out, r], the matrix that is trained. Attention is counted by the pairs of a
+of the input, gradient of the weight), of a frozen one as often as it is done: beside adapters twice, in the first layer
+too, where nobody needs the gradient of the input, but the run takes it (dlm.py). An adapter's product with B is counted
+as with B [out, r], which is what is trained. Attention is counted by the pairs of a
 query and a key that the mode's rule makes visible: 4·h·d a pair forward (scores, then values), twice that backward. The
 head is counted for the rows that some loss term scores. Not counted: recomputation, what a kernel computes and throws
 away (invisible pairs), norms, activations, rotations, the optimizer.
@@ -82,17 +82,17 @@ def pairs_of(layer: Layer, rows: Rows, dense: bool = False) -> float:
 def training_flops(network: Network, rows: Rows, args: Namespace, what: Executed = MODEL) -> dict[str, float]:
     """By part, of these rows' forward and backward passes."""
     parts: dict[str, float] = defaultdict(float)
+    products = TRAINED if network.adapters is None else FROZEN
     for layer, count in network.kinds.items():
         frozen_router = layer.count.trained != layer.count.all and not what.unused
-        times = defaultdict(lambda: TRAINED if network.adapters is None else FROZEN, attention=TRAINED, adapters=TRAINED)
-        times["router"] = FROZEN if frozen_router else TRAINED
+        times = dict(attention=TRAINED, adapters=TRAINED, router=FROZEN if frozen_router else TRAINED)
         for name, value in layer_forward(network, layer, rows, pairs_of(layer, rows, what.dense), what).items():
-            parts[name] += count * value * times[name]
+            parts[name] += count * value * times.get(name, products)
     if network.gemma:
         parts["self-conditioning"] += _self_conditioning(network, rows, what)
     parts["head"] += head_flops(network, rows, args)
     if network.target is not None:
-        products = TRAINED if what.unused else 2  # features need no gradient
+        products = TRAINED if what.unused else FROZEN  # features need no gradient
         parts["target's features"] += products * 2.0 * rows.context * network.features * network.width
         parts["target"] += target_forward(network, rows, what)
     if rows.first is not None:

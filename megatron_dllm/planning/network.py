@@ -67,8 +67,8 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Of models/lora.py. rank: r; thin: by Megatron's layer, how many numbers stand between A and B for a row (T·r; of a
-    layer without an adapter nothing); dropout: whether A reads a copy of its own."""
+    """Of models/lora.py. rank: r; thin: by Megatron's layer that has an adapter, how many numbers stand between A and B
+    for a row, T·r; dropout: whether A reads a copy of its own."""
 
     rank: int
     thin: dict[str, int]
@@ -275,7 +275,7 @@ def _mlp(args: Namespace, width: int, gates: int, bias: bool, experts: int = 0) 
 
 
 def _linear(args: Namespace, kind: str, inputs: int, outputs: int, bias: bool, experts: int = 0) -> Parameters:
-    """Megatron's layer of this name, W [outputs, inputs], and its adapter. experts: of so many; 0: it is no expert's."""
+    """Megatron's layer of this name, W [outputs, inputs], and its adapter. experts: of so many; 0: it is not theirs."""
     columns, adapters = kind in COLUMNS, Adapters.of(args)
     if experts:
         number = lambda cut, whole: Count(expert=experts * cut, expert_whole=experts * whole)
