@@ -50,7 +50,7 @@ def describe_work(plan: Plan) -> str:
         f"{net.count.all.total / 1e9:.3f} G parameters"
         + (f", {net.active / 1e9:.3f} G of them met by a token" if any(layer.experts for layer in net.layers) else "")
         + (f"; its target {net.target.count.all.total / 1e9:.3f} G, frozen" if net.target else "")
-        + (f"; {net.count.trained.total / 1e6:.2f} M of them trained, in adapters" if net.adapters else ""),
+        + (f", {net.count.trained.total / 1e6:.2f} M of them trained, in adapters" if net.adapters else ""),
         f"A sample of {rows.data:.0f} data tokens is {rows.processed:.0f} rows of the network's input"
         + "".join(f", {count:.0f} scored for {name}" for name, count in rows.scored.items())
         + f"; attention sees {rows.pairs['rule'] / dense:.1%} of all pairs.",
