@@ -3,10 +3,10 @@
 What is counted: matrix products, 2·m·n·k each. A product of a trained layer is counted three times (forward, gradient
 of the input, gradient of the weight), of a frozen one as often as it is done: beside adapters twice, in the first layer
 too, where nobody needs the gradient of the input, but the run takes it (dlm.py). An adapter's product with B is counted
-as with B [out, r], which is what is trained. Attention is counted by the pairs of a
-query and a key that the mode's rule makes visible: 4·h·d a pair forward (scores, then values), twice that backward. The
-head is counted for the rows that some loss term scores. Not counted: recomputation, what a kernel computes and throws
-away (invisible pairs), norms, activations, rotations, the optimizer.
+as with B [out, r], which is what is trained. Attention is counted by the pairs of a query and a key that the mode's
+rule makes visible: 4·h·d a pair forward (scores, then values), twice that backward. The head is counted for the rows
+that some loss term scores. Not counted: recomputation, what a kernel computes and throws away (invisible pairs), norms,
+activations, rotations, the optimizer.
 
 These are the *model FLOPs* of MFU (PaLM, arXiv:2204.02311, appendix B). tests/parallel/test_planning.py compares them
 with torch's counter, which also sees what is thrown away: `Executed`.
@@ -102,7 +102,7 @@ def training_flops(network: Network, rows: Rows, args: Namespace, what: Executed
 
 def head_flops(network: Network, rows: Rows, args: Namespace) -> float:
     """Products of scored rows with the head: logits, and both gradients taken along. Under a frozen head no
-    weight's; a draft distilling, the teacher's logits too, and the text's own nll only forward if it has no share."""
+    weight's; in a draft that distils the teacher's logits too, and the text's nll only forward if it has no share."""
     each = 2.0 * network.width * network.vocabulary * sum(rows.scored.values())
     if network.target is None:
         return (FROZEN if network.frozen_head else TRAINED) * each
