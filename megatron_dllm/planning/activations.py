@@ -235,7 +235,7 @@ class Kept:
         return total * min(MASKS, microbatches)
 
     def gathered(self) -> float:
-        """What sequence parallelism gathers before a product: into Megatron's one buffer, beside adapters always anew."""
+        """What sequence parallelism gathers before a product: into Megatron's one buffer, beside adapters anew."""
         lay = self.layout
         return self.T * self.network.width * self.e if lay.sequence_parallel and lay.tensor > 1 else 0.0
 
