@@ -96,8 +96,8 @@ def observe(pool, hf_folder, tmp_path_factory):
     return run
 
 
-def check(ranks: list[dict], recomputes: bool = False) -> None:
-    check_memory(ranks)
+def check(ranks: list[dict], recomputes: bool = False, close: float | None = None) -> None:
+    check_memory(ranks, close)
     total = lambda name: sum(rank[name] for rank in ranks)
     plan = lambda name: sum(rank["planned"][name] for rank in ranks)
     parallel = ranks[0]["planned"]["model_parallel"]
@@ -111,7 +111,8 @@ def check(ranks: list[dict], recomputes: bool = False) -> None:
         assert abs(counted - total("flops")) < 0.002 * total("flops")
 
 
-def check_memory(ranks: list[dict]) -> None:
+def check_memory(ranks: list[dict], close: float | None = None) -> None:
+    """close: by how much of it what is kept may be missed."""
     for rank in ranks:
         planned = rank["planned"]
         assert rank["parameters"] == planned["parameters"]
@@ -122,7 +123,7 @@ def check_memory(ranks: list[dict]) -> None:
     assert total("optimizer") == plan("optimizer")
     # ranks may differ, where experts are chosen unevenly
     kept, expected = (sum(sum(values) for values in lists) for lists in zip(*map(_kept, ranks), strict=True))
-    close = 0.005 if len(ranks) == 1 else 0.03
+    close = close or (0.005 if len(ranks) == 1 else 0.03)
     assert abs(expected - kept) < close * kept
 
 
@@ -163,7 +164,7 @@ def test_layouts(observe, name):
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_ADAPTERS else []) for name in ADAPTERS]
 )
 def test_adapters(observe, name):
-    check(observe(*ADAPTERS[name]))
+    check(observe(*ADAPTERS[name]), close=0.002)  # they are a small part
 
 
 @pytest.mark.parametrize("kind", ("full", "experts"))
@@ -175,4 +176,4 @@ def test_experts_that_are_cut_have_a_matrix_whole(observe):
     """Of an adapter A or B, on every expert-tensor-parallel rank; all tokens meet it there, which is more operations
     than are counted, by 1.4 % here."""
     cut = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2"
-    check_memory(observe(4, f"{LORA} --model-preset tiny-moe {SP} {cut}"))
+    check_memory(observe(4, f"{LORA} --model-preset tiny-moe {SP} {cut}"), close=0.002)
