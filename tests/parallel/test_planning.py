@@ -61,7 +61,7 @@ ADAPTERS = {
     "all layers": (1, LORA),
     "some projections, dropout": (1, f"{LORA} --lora-targets q_proj,v_proj,down_proj --lora-dropout 0.1"),
     "q and v, bf16": (1, f"{LORA} --lora-targets q_proj,v_proj --bf16"),
-    "experts": (1, f"{LORA} --model-preset tiny-moe"),
+    "experts, a shared one": (1, f"{LORA} --model-preset tiny-moe --moe-shared-expert-intermediate-size 64"),
     "gemma, two passes": (1, f"{LORA} {GEMMA} --block-diffusion-self-conditioning 1"),
     "gemma, no first product": (1, f"{LORA} {GEMMA} --lora-targets down_proj --block-diffusion-self-conditioning 0"),
     "TP2 SP": (2, f"{LORA} {HYBRID} {SP}"),
