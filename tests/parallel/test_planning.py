@@ -63,6 +63,7 @@ ADAPTERS = {
     "q and v, bf16": (1, f"{LORA} --lora-targets q_proj,v_proj --bf16"),
     "experts, a shared one": (1, f"{LORA} --model-preset tiny-moe --moe-shared-expert-intermediate-size 64"),
     "gemma, two passes": (1, f"{LORA} {GEMMA} --block-diffusion-self-conditioning 1"),
+    "gemma, q and v": (1, f"{LORA} {GEMMA} --lora-targets q_proj,v_proj --block-diffusion-self-conditioning 0"),
     "gemma, no first product": (1, f"{LORA} {GEMMA} --lora-targets down_proj --block-diffusion-self-conditioning 0"),
     "TP2 SP": (2, f"{LORA} {HYBRID} {SP}"),
     "TP4 SP, fewer groups": (4, f"{LORA} {LAYOUTS['TP4 SP, fewer groups'][1]}"),
@@ -71,7 +72,7 @@ ADAPTERS = {
     "PP2 uneven, tied": (2, f"{LORA} {LAYOUTS['PP2 uneven, tied'][1]}"),
 }
 SLOW = "PP4", "CP2 a2a", "DP2", "TP2 SP EP2", "gemma CP2", "PP2 uneven, tied"
-SLOW_ADAPTERS = "gemma, no first product", "TP4 SP, fewer groups", "TP2 SP EP2", "PP2 uneven, tied"
+SLOW_ADAPTERS = "gemma, q and v", "gemma, no first product", "TP4 SP, fewer groups", "TP2 SP EP2", "PP2 uneven, tied"
 # torch counts the backward of attention as five products, the scores made again; a model's has four
 FIVE_PRODUCTS = 3.5 / 3
 
