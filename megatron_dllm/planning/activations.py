@@ -129,13 +129,10 @@ class Kept:
     def self_conditioning(self, width: float) -> float:
         """Beside adapters what comes in has no gradient, and of the MLP what lies above the first of them is kept."""
         net, rows, D = self.network, self.between, self.network.width
-        into, out = net.thin("linear_fc1"), net.thin("linear_fc2")
         if net.adapters is None:
             return self.norm(rows, D) + self.dense(width) + self.norm(rows, D, output=False)
-        if not into and not out:
-            return rows * D * self.e  # as in `ends`
-        kept = self.norm(rows, D, output=False)
-        if into:
+        kept = self.norm(rows, D, output=False)  # without an adapter here the sum is kept all the same, as in `ends`
+        if net.thin("linear_fc1"):
             return kept + self.dense(width) + (rows * D * self.e if self.reads("linear_fc1") else 0)
         inputs = self.T * width / self.layout.tensor * self.e if self.reads("linear_fc2") else 0
         return kept + inputs + self.mlp_adapters(width, (rows, self.T), self.layout.tensor)
