@@ -13,7 +13,7 @@ between layers under sequence parallelism. e bytes of an element.
 from dataclasses import dataclass
 
 from megatron_dllm.planning.layout import Layout
-from megatron_dllm.planning.network import Layer, Network
+from megatron_dllm.planning.network import COLUMNS, Layer, Network
 from megatron_dllm.planning.rows import RULE, TARGET, TILE, WINDOW, Rows
 
 INDEX, FLOAT = 8, 4  # bytes of int64 and fp32
@@ -51,11 +51,28 @@ class Kept:
 
     def norm(self, rows: float, width: float, output: bool = True, source: bool = True) -> float:
         """Of `rows` vectors: one number each, the output (if a product keeps it), and the input (if nothing else
-        does). Below fp32 a CPU keeps the input and the normed input in fp32, and the input itself is dropped."""
+        does). Below fp32 a CPU keeps the input in fp32 instead, and if weights are trained the normed input too."""
         kept = rows * FLOAT + (rows * width * self.e if output else 0)
         if self.lossy_norm:
-            return kept + 2 * rows * width * FLOAT
+            return kept + (1 if self.network.adapters else 2) * rows * width * FLOAT
         return kept + (rows * width * self.e if source else 0)
+
+    def reads(self, kind: str) -> bool:
+        """Whether Megatron's layer of this name keeps its input. A frozen one does not, but its adapter does, if it
+        does not drop some of it out."""
+        adapters = self.network.adapters
+        return adapters is None or kind in adapters.thin and not adapters.dropout
+
+    def adapter(self, kind: str, rows: float, thin_rows: float, width: float, outputs: float, layers: float = 1):
+        """Bytes beside its input, `rows` vectors of `width`: what stands between A and B, B made wide (a copy for each
+        of so many `layers`), and of dropout the input that is left and the mask."""
+        thin = self.network.thin(kind)
+        kept = thin_rows * thin * self.e
+        if kind in COLUMNS:
+            kept += layers * outputs * thin * self.e
+        if thin and self.network.adapters.dropout:
+            kept += rows * width * (self.e + (1 if self.layout.on_gpu else self.e))
+        return kept
 
     def attention(self, layer: Layer) -> float:
         """From the layer's input to what goes into the residual sum."""
@@ -64,7 +81,9 @@ class Kept:
         h, g, d = layer.heads / tp, max(1, layer.groups / tp), layer.size
         qkv = layer.qkv / tp if layer.groups >= tp else layer.qkv  # fewer groups than ranks: gathered
         keys = T + context  # rows that have keys
-        kept = self.norm(self.between, net.width)
+        kept = self.norm(self.between, net.width, output=self.reads("linear_qkv"))
+        kept += self.adapter("linear_qkv", self.between, T, net.width, layer.qkv / tp)
+        kept += self.adapter("linear_proj", T, self.between, h * d, net.width)
         split_keys = net.qk_norm and not self.lossy_norm  # the product is kept by the norm of the keys' part
         value_is_own = cp > 1 or context > 0 or layer.shared or net.gemma  # copied, so no part of the product
         if split_keys or not value_is_own:
@@ -92,8 +111,31 @@ class Kept:
     def mlp(self, width: float, rows: float, shards: int) -> float:
         """Between the two products, without the input."""
         gates = self.network.gates
-        saved = gates + (3 if self.network.gemma else 1)  # gelu, the other half and their product; or swiglu's output
+        saved = gates + (2 if self.network.gemma else 0)  # gelu and the other half
+        saved += self.reads("linear_fc2")  # the product's input
         return rows * saved * width / shards * self.e
+
+    def mlp_adapters(self, width: float, rows: tuple[float, float], shards: int, layers: float = 1) -> float:
+        """Of an MLP, or of so many experts. rows: that come in, and that go between the two products."""
+        outer, inner = rows
+        into = self.adapter("linear_fc1", outer, inner, self.network.width, self.network.gates * width / shards, layers)
+        return into + self.adapter("linear_fc2", inner, outer, width / shards, self.network.width)
+
+    def dense(self, width: float) -> float:
+        """An MLP that is no expert's."""
+        tp = self.layout.tensor
+        return self.mlp(width, self.T, tp) + self.mlp_adapters(width, (self.between, self.T), tp)
+
+    def self_conditioning(self, width: float) -> float:
+        """Beside adapters what comes in has no gradient, and of the MLP what lies above the first of them is kept."""
+        net, rows, D = self.network, self.between, self.network.width
+        if net.adapters is None:
+            return self.norm(rows, D) + self.dense(width) + self.norm(rows, D, output=False)
+        kept = self.norm(rows, D, output=False)  # without an adapter here the sum is kept all the same, as in `ends`
+        if net.thin("linear_fc1"):
+            return kept + self.dense(width) + (rows * D * self.e if self.reads("linear_fc1") else 0)
+        inputs = self.T * width / self.layout.tensor * self.e if self.reads("linear_fc2") else 0
+        return kept + inputs + self.mlp_adapters(width, (rows, self.T), self.layout.tensor)
 
     def experts(self, layer: Layer) -> float:
         """Router, dispatch and the experts' own, where routing is even."""
@@ -104,13 +146,14 @@ class Kept:
             return rows * (E * (FLOAT + 1) + k * INDEX)
         routing += rows * (E + k) * INDEX
         routed = rows * k * lay.expert_tensor
-        kept = routing + routed * (net.width * self.e + FLOAT)
+        kept = routing + routed * ((net.width * self.e if self.reads("linear_fc1") else 0) + FLOAT)
         kept += self.mlp(layer.expert, routed, lay.expert_tensor)
+        kept += self.mlp_adapters(layer.expert, (routed, routed), lay.expert_tensor, layers=E / lay.expert)
         if net.gemma:
             kept += routed * layer.expert / lay.expert_tensor * self.e  # times the expert's share
             kept += self.norm(rows, net.width, source=False)  # the router's own
         if layer.shared_expert and "shared_experts" not in lay.modules:
-            kept += self.mlp(layer.shared_expert, self.T, lay.tensor)
+            kept += self.dense(layer.shared_expert)
         return kept
 
     def layer(self, layer: Layer) -> float:
@@ -125,12 +168,13 @@ class Kept:
         if self.network.gemma:
             norm = lambda **options: self.norm(rows, D, **options)
             # after attention, dense and sparse MLP: the input is the product's; then of their sum; then two before
-            kept += norm(output=False) * 3 + norm(output=False) + norm() + norm(output=False, source=False)
-            kept += self.mlp(layer.dense, self.T, lay.tensor) + self.experts(layer) + rows * self.e
+            kept += norm(output=False) * 4 + norm(output=self.reads("linear_fc1")) + norm(output=False, source=False)
+            kept += self.dense(layer.dense) + self.experts(layer) + rows * self.e
             return kept
-        kept += self.norm(rows, D)
+        again = lay.modules & {"mlp", "moe"}  # from their input
+        kept += self.norm(rows, D, output=bool(again or layer.experts) or self.reads("linear_fc1"))
         if layer.dense and "mlp" not in lay.modules:
-            kept += self.mlp(layer.dense, self.T, lay.tensor)
+            kept += self.dense(layer.dense)
         if layer.experts:
             kept += self.experts(layer)
         return kept
@@ -156,8 +200,9 @@ class Kept:
         if first and self.layout.recompute == "full":
             kept += (self.T + self.micro.context) * net.angles * FLOAT
         if first and net.gemma:
-            kept += self.norm(self.between, D) + self.mlp(net.layers[0].dense, self.T, self.layout.tensor)
-            kept += self.norm(self.between, D, output=False)
+            kept += self.self_conditioning(net.layers[0].dense)
+        elif first and net.adapters is not None:
+            kept += self.between * D * e  # embedded, of which layers read a copy that has a gradient (dlm.py)
         if first and net.features:
             context = self.micro.context
             kept += context * net.features * e + self.norm(context / self.layout.shards, D)
@@ -170,7 +215,7 @@ class Kept:
         kept = sum(scored.values()) * net.width * self.e
         if net.target is not None:
             return kept + sum(scored.values()) * INDEX
-        return kept + table * self.e * len(scored)
+        return kept + (0 if net.frozen_head else table * self.e * len(scored))
 
     def masks(self, rows: Rows, microbatches: int) -> float:
         """Of the last micro-batches, made by the first layer. rows: means of one sample."""
@@ -187,7 +232,7 @@ class Kept:
         return total * min(MASKS, microbatches)
 
     def gathered(self) -> float:
-        """Megatron's one buffer for what sequence parallelism gathers before a product."""
+        """What sequence parallelism gathers before a product: into Megatron's one buffer, beside adapters anew."""
         lay = self.layout
         return self.T * self.network.width * self.e if lay.sequence_parallel and lay.tensor > 1 else 0.0
 

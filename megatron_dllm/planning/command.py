@@ -179,10 +179,8 @@ def _check(args) -> None:
             raise ValueError(
                 f"--gpus {gpus} are no whole nodes of {args.gpus_per_node}: give a multiple, or --gpus-per-node."
             )
-    for name in ("lora_rank", "dllm_emulate_fp8"):
-        if getattr(args, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} is not counted by a plan, which is of training all weights: leave it out.")
+    if args.dllm_emulate_fp8 is not None:
+        raise ValueError("--dllm-emulate-fp8 is not counted by a plan: leave it out.")
     if args.document_length is not None and args.document_length < 1:
         raise ValueError(f"--document-length {args.document_length} is too small: it must be at least 1.")
     if not 0 < args.answer_share <= 1:

@@ -1,13 +1,15 @@
 """Floating-point operations of training, for any mode.
 
 What is counted: matrix products, 2·m·n·k each. A product of a trained layer is counted three times (forward, gradient
-of the input, gradient of the weight), of a frozen one as often as it is done. Attention is counted by the pairs of a
-query and a key that the mode's rule makes visible: 4·h·d a pair forward (scores, then values), twice that backward. The
-head is counted for the rows that some loss term scores. Not counted: recomputation, what a kernel computes and throws
-away (invisible pairs), norms, activations, rotations, the optimizer.
+of the input, gradient of the weight), of a frozen one as often as it is done: beside adapters twice, in the first layer
+too, where nobody needs the gradient of the input, but the run takes it (dlm.py). An adapter's product with B is counted
+as with B [out, r], which is what is trained. Attention is counted by the pairs of a query and a key that the mode's
+rule makes visible: 4·h·d a pair forward (scores, then values), twice that backward. The head is counted for the rows
+that some loss term scores. Not counted: recomputation, what a kernel computes and throws away (invisible pairs), norms,
+activations, rotations, the optimizer.
 
-These are the *model FLOPs* of MFU (PaLM, arXiv:2204.02311, appendix B). tests/unit/test_planning_flops.py compares them
-with torch's counter, which also sees what is thrown away: `executed`.
+These are the *model FLOPs* of MFU (PaLM, arXiv:2204.02311, appendix B). tests/parallel/test_planning.py compares them
+with torch's counter, which also sees what is thrown away: `Executed`.
 """
 
 from argparse import Namespace
@@ -18,14 +20,15 @@ from megatron_dllm.modes.base import ModelInput
 from megatron_dllm.planning.network import Layer, Network, UnknownNetwork
 from megatron_dllm.planning.rows import RULE, TARGET, WINDOW, Rows, count_rows
 
-TRAINED = 3
+TRAINED, FROZEN = 3, 2
 _LOGGED_PAIRS = 2**17  # of each micro-batch that is trained on; 16 queries of a sequence of 8192
 
 
 @dataclass(frozen=True)
 class Executed:
     """What is done although it is no part of the model. dense: attention multiplies all pairs, as under a dense mask;
-    unused: gradients that nobody needs (of a draft's features, of a frozen router)."""
+    unused: gradients that nobody needs (of a draft's features, of a frozen router), and the zeros in wide(B) of an
+    adapter on a fused layer."""
 
     dense: bool = False
     unused: bool = False
@@ -46,7 +49,27 @@ def layer_forward(network: Network, layer: Layer, rows: Rows, pairs: float, what
     if layer.experts:
         parts["experts"] = 2.0 * rows.queries * D * (gates + 1) * layer.expert * layer.active
         parts["router"] = 2.0 * rows.queries * D * layer.experts
+    if network.adapters is not None:
+        attention = adapter_forward(network, "linear_qkv", D, layer.qkv, what)
+        attention += adapter_forward(network, "linear_proj", layer.query, D, what)
+        widths = (layer.dense, layer.shared_expert, *[layer.expert] * layer.active)
+        mlps = sum(sum(mlp_adapters(network, width, what)) for width in widths if width)
+        parts["adapters"] = rows.queries * (attention + mlps)
     return parts
+
+
+def adapter_forward(network: Network, kind: str, inputs: int, outputs: int, what: Executed = MODEL) -> float:
+    """Of one row, beside Megatron's layer of this name, W [outputs, inputs]; 0 where it has none."""
+    if not (thin := network.thin(kind)):
+        return 0.0
+    return 2.0 * (inputs * thin + outputs * (thin if what.unused else min(thin, network.adapters.rank)))
+
+
+def mlp_adapters(network: Network, width: int, what: Executed = MODEL) -> tuple[float, float]:
+    """Of one row, of both layers of an MLP."""
+    D = network.width
+    into = adapter_forward(network, "linear_fc1", D, network.gates * width, what)
+    return into, adapter_forward(network, "linear_fc2", width, D, what)
 
 
 def pairs_of(layer: Layer, rows: Rows, dense: bool = False) -> float:
@@ -59,15 +82,17 @@ def pairs_of(layer: Layer, rows: Rows, dense: bool = False) -> float:
 def training_flops(network: Network, rows: Rows, args: Namespace, what: Executed = MODEL) -> dict[str, float]:
     """By part, of these rows' forward and backward passes."""
     parts: dict[str, float] = defaultdict(float)
+    products = TRAINED if network.adapters is None else FROZEN
     for layer, count in network.kinds.items():
+        frozen_router = layer.count.trained != layer.count.all and not what.unused
+        times = dict(attention=TRAINED, adapters=TRAINED, router=FROZEN if frozen_router else TRAINED)
         for name, value in layer_forward(network, layer, rows, pairs_of(layer, rows, what.dense), what).items():
-            frozen = name == "router" and layer.count.frozen and not what.unused
-            parts[name] += count * value * (2 if frozen else TRAINED)
+            parts[name] += count * value * times.get(name, products)
     if network.gemma:
-        parts["self-conditioning"] += TRAINED * _self_conditioning(network, rows)
+        parts["self-conditioning"] += _self_conditioning(network, rows, what)
     parts["head"] += head_flops(network, rows, args)
     if network.target is not None:
-        products = TRAINED if what.unused else 2  # features need no gradient
+        products = TRAINED if what.unused else FROZEN  # features need no gradient
         parts["target's features"] += products * 2.0 * rows.context * network.features * network.width
         parts["target"] += target_forward(network, rows, what)
     if rows.first is not None:
@@ -76,19 +101,31 @@ def training_flops(network: Network, rows: Rows, args: Namespace, what: Executed
 
 
 def head_flops(network: Network, rows: Rows, args: Namespace) -> float:
-    """Products of scored rows with the head: logits, and both gradients taken along. Under a frozen head (drafts) no
-    weight's; distilling, the teacher's logits too, and the text's own nll only forward if it has no share."""
+    """Products of scored rows with the head: logits, and both gradients taken along. Under a frozen head no
+    weight's; in a draft that distils the teacher's logits too, and the text's nll only forward if it has no share."""
     each = 2.0 * network.width * network.vocabulary * sum(rows.scored.values())
     if network.target is None:
-        return TRAINED * each
+        return (FROZEN if network.frozen_head else TRAINED) * each
     share = getattr(args, "dflash_kl_weight", 0) or 0
     products = 2 if share < 1 else 1
     return each * (products + (3 if share else 0))
 
 
-def _self_conditioning(network: Network, rows: Rows) -> float:
-    """Forward: an MLP on every row."""
-    return 2.0 * rows.processed * network.width * (network.gates + 1) * network.layers[0].dense
+def _self_conditioning(network: Network, rows: Rows, what: Executed = MODEL) -> float:
+    """Forward and backward, of an MLP on every row. Beside adapters what comes in has no gradient: frozen products are
+    made twice only above the first adapter, whose A is multiplied twice."""
+    if network.adapters is None:
+        return TRAINED * _self_conditioning_forward(network, rows)
+    D, F = network.width, network.layers[0].dense
+    thin = network.thin("linear_fc1")
+    lowest = 2.0 * (D * thin or F * network.thin("linear_fc2"))
+    adapters = TRAINED * sum(mlp_adapters(network, F, what)) - lowest
+    return rows.processed * (2.0 * D * F * (network.gates + (FROZEN if thin else 1)) + adapters)
+
+
+def _self_conditioning_forward(network: Network, rows: Rows, what: Executed = MODEL) -> float:
+    D, F = network.width, network.layers[0].dense
+    return rows.processed * (2.0 * D * F * (network.gates + 1) + sum(mlp_adapters(network, F, what)))
 
 
 def target_forward(network: Network, rows: Rows, what: Executed = MODEL) -> float:
@@ -101,14 +138,16 @@ def target_forward(network: Network, rows: Rows, what: Executed = MODEL) -> floa
 
 def first_pass(network: Network, rows: Rows, what: Executed = MODEL) -> float:
     """Of self-conditioning: a pass without a graph, and the soft embeddings made of it: logits and their product with
-    the table forward, logits again and the table's gradient backward."""
+    the table forward, and if that is trained logits again and its gradient backward."""
     first = rows.first
     forward = sum(
         count * sum(layer_forward(network, layer, first, pairs_of(layer, first, what.dense), what).values())
         for layer, count in network.kinds.items()
     )
     canvases = first.samples * rows.canvas
-    return forward + _self_conditioning(network, first) + 4 * 2.0 * canvases * network.width * network.vocabulary
+    products = 2 if network.frozen_head else 4
+    soft = products * 2.0 * canvases * network.width * network.vocabulary
+    return forward + _self_conditioning_forward(network, first, what) + soft
 
 
 class FlopCounter:

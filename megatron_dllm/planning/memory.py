@@ -23,7 +23,7 @@ from megatron_dllm.models.scoring import HEAD_CHUNK_ROWS
 from megatron_dllm.planning.activations import FLOAT, Kept, Micro
 from megatron_dllm.planning.hardware import Gpu
 from megatron_dllm.planning.layout import Layout, in_flight, stages
-from megatron_dllm.planning.network import Count, Layer, Network
+from megatron_dllm.planning.network import Count, Layer, Network, Parameters
 from megatron_dllm.planning.rows import Rows
 
 PARTS = "weights gradients optimizer activations head masks working reserve".split()
@@ -46,31 +46,27 @@ class Memory:
         return sum(self.parts.values())
 
 
-def stage_counts(network: Network, args: Namespace, layout: Layout) -> list[Count]:
-    """Numbers of parameters of each pipeline stage, before they are shared out within it."""
+def stage_counts(network: Network, args: Namespace, layout: Layout) -> list[Parameters]:
+    """Of each pipeline stage, before they are shared out within it."""
     counts = []
     for place, chunks in enumerate(stages(network, args, layout)):
         kinds = Counter(id(layer) for chunk in chunks for layer in chunk)
         layers = {id(layer): layer for chunk in chunks for layer in chunk}
-        count = sum((layers[key].count.times(number) for key, number in kinds.items()), Count())
+        count = sum((layers[key].count.times(number) for key, number in kinds.items()), Parameters())
         if place == 0:
             count += network.first
         if place == layout.pipeline - 1:
-            alone = layout.pipeline == 1 and network.tied
-            count += Count(whole=network.last.whole) if alone else network.last
+            count += network.last
+            if layout.pipeline > 1 or not network.tied:
+                count += network.head
         counts.append(count)
     return counts
 
 
-def held(count: Count, layout: Layout) -> tuple[float, float]:
+def on_rank(count: Count, layout: Layout) -> tuple[float, float]:
     """(dense, expert) numbers of parameters on one rank."""
-    return count.split / layout.tensor + count.whole, count.expert / (layout.expert * layout.expert_tensor)
-
-
-def trained(count: Count, layout: Layout) -> tuple[float, float]:
-    """Those of them that have gradients."""
-    dense, expert = held(count, layout)
-    return dense - count.frozen, expert
+    dense = count.split / layout.tensor + count.whole
+    return dense, (count.expert / layout.expert_tensor + count.expert_whole) / layout.expert
 
 
 def gradient_bytes(args: Namespace) -> int:
@@ -94,12 +90,12 @@ def _size(dtype: torch.dtype) -> int:
     return torch.empty(0, dtype=dtype).element_size()
 
 
-def state_memory(count: Count, args: Namespace, layout: Layout) -> dict[str, float]:
+def state_memory(count: Parameters, args: Namespace, layout: Layout) -> dict[str, float]:
     """weights, gradients and optimizer of a stage's parameters on one rank."""
-    dense, expert = trained(count, layout)
+    dense, expert = on_rank(count.trained, layout)
     shares = (layout.data * layout.context, layout.expert_data) if layout.distributed_optimizer else (1, 1)
     return {
-        "weights": sum(held(count, layout)) * layout.element,
+        "weights": sum(on_rank(count.all, layout)) * layout.element,
         "gradients": (dense + expert) * gradient_bytes(args),
         "optimizer": (dense / shares[0] + expert / shares[1]) * optimizer_bytes(args),
     }
@@ -115,7 +111,7 @@ def rank_memory(network: Network, rows: Rows, args: Namespace, layout: Layout) -
     ]
 
 
-def _stage(network, rows, args, layout, kept: Kept, place: int, count: Count, chunks: list[list[Layer]]) -> Memory:
+def _stage(network, rows, args, layout, kept: Kept, place: int, count: Parameters, chunks: list[list[Layer]]):
     first, last = place == 0, place == layout.pipeline - 1
     flying = in_flight(layout, place)
     each = sum(kept.chunk(chunk) for chunk in chunks) / layout.virtual
@@ -134,10 +130,7 @@ def _stage(network, rows, args, layout, kept: Kept, place: int, count: Count, ch
 
 def target_bytes(network: Network, layout: Layout) -> float:
     """Of a draft's frozen target: all of it is loaded, also layers that are not run."""
-    target = network.target
-    last = Count(whole=target.last.whole) if target.tied else target.last
-    whole = sum((layer.count for layer in target.layers), target.first + last)
-    return sum(held(whole, layout)) * layout.element
+    return sum(on_rank(network.target.count.all, layout)) * layout.element
 
 
 def _chunk_of_logits(network: Network, layout: Layout) -> float:
@@ -145,7 +138,7 @@ def _chunk_of_logits(network: Network, layout: Layout) -> float:
     weights, which is summed in fp32."""
     columns = network.vocabulary / layout.tensor
     buffers = HEAD_CHUNK_ROWS * columns * (FLOAT + (2 * layout.element if layout.element < FLOAT else 0))
-    wide = layout.element < FLOAT and network.target is None
+    wide = layout.element < FLOAT and not network.frozen_head
     return buffers + (columns * network.width * FLOAT if wide else 0)
 
 
@@ -157,18 +150,21 @@ def _making_a_mask(rows: Rows, layout: Layout, kept: Kept) -> float:
     return min(keys * queries, max(PAIRS_AT_ONCE, keys * BLOCK)) * _RULE_BYTES
 
 
-def _working(network: Network, layout: Layout, kept: Kept, chunks: list[list[Layer]], count: Count) -> float:
+def _working(network: Network, layout: Layout, kept: Kept, chunks: list[list[Layer]], count: Parameters) -> float:
     layers = [layer for chunk in chunks for layer in chunk]
     again = max((kept.layer(layer) for layer in layers), default=0.0) if layout.recompute == "full" else 0.0
     widest = largest = 0.0
+    # gradients of the product and of the halves that went into it; or a product and an adapter's, before their sum
+    gates = network.gates + 1 if network.adapters is None else 2 * network.gates
     for layer in layers:
         dense = kept.T * (layer.dense + layer.shared_expert) / layout.tensor
         sparse = kept.between * layer.active * layer.expert  # expert-tensor ranks gather what they share out
-        widest = max(widest, max(dense, sparse) * (network.gates + 1) + 2 * kept.T * network.width)
-        largest = max(largest, network.width * network.gates * layer.dense / layout.tensor)
+        widest = max(widest, max(dense, sparse) * gates + 2 * kept.T * network.width)
+        if network.adapters is None:  # theirs are small
+            largest = max(largest, network.width * network.gates * layer.dense / layout.tensor)
         if layout.recompute == "selective" and layout.modules & {"mlp", "moe"}:
             again = max(again, kept.mlp(layer.dense, kept.T, layout.tensor))
-    if count.split and network.target is None:
+    if count.trained.split and network.target is None and network.adapters is None:
         largest = max(largest, network.vocabulary / layout.tensor * network.width)  # of the embedding
     return again + (widest + largest) * layout.element + kept.gathered()
 

@@ -47,9 +47,10 @@ def describe_work(plan: Plan) -> str:
     total = sum(flops.values())
     dense = rows.queries * rows.processed
     lines = [
-        f"{net.count.total / 1e9:.3f} G parameters"
+        f"{net.count.all.total / 1e9:.3f} G parameters"
         + (f", {net.active / 1e9:.3f} G of them met by a token" if any(layer.experts for layer in net.layers) else "")
-        + (f"; its target {net.target.count.total / 1e9:.3f} G, frozen" if net.target else ""),
+        + (f"; its target {net.target.count.all.total / 1e9:.3f} G, frozen" if net.target else "")
+        + (f", {net.count.trained.total / 1e6:.2f} M of them trained, in adapters" if net.adapters else ""),
         f"A sample of {rows.data:.0f} data tokens is {rows.processed:.0f} rows of the network's input"
         + "".join(f", {count:.0f} scored for {name}" for name, count in rows.scored.items())
         + f"; attention sees {rows.pairs['rule'] / dense:.1%} of all pairs.",
@@ -104,7 +105,8 @@ def as_json(plan: Plan, gpu: Gpu, line: str) -> dict:
         fits=plan.memory.total <= gpu.memory,
         memory_bytes=[memory.parts for memory in plan.memories],
         gpu_memory_bytes=gpu.memory,
-        parameters=plan.network.count.total,
+        parameters=plan.network.count.all.total,
+        trained_parameters=plan.network.count.trained.total,
         rows=asdict(plan.rows),
         flops_per_data_token={name: value / plan.rows.data for name, value in flops.items()},
         step_seconds=plan.prediction.step,

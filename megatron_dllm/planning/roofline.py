@@ -1,6 +1,8 @@
 """How long a step takes: a roofline, for comparing layouts rather than for promises.
 
     products       FLOPs / (peak · MATMUL), or bytes of weights and rows / (bandwidth · MEMORY) where that is longer
+    adapters       of LoRA: thin products are bound by what they read and write, and what they give is added to what
+                   the layers give: inputs and outputs about three times, forward and backward each
     attention      FLOPs of the tiles that are touched / (peak · ATTENTION); backward 2.5 times (scores again)
     the rest       norms, activations, rotations: what is kept for backward is written once and read about once forward,
                    and twice as much backward
@@ -23,10 +25,10 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron_dllm.planning.activations import FLOAT, Kept, Micro
-from megatron_dllm.planning.flops import layer_forward, pairs_of, target_forward, training_flops
+from megatron_dllm.planning.flops import FROZEN, TRAINED, layer_forward, pairs_of, target_forward, training_flops
 from megatron_dllm.planning.hardware import Gpu
 from megatron_dllm.planning.layout import Layout, stages
-from megatron_dllm.planning.memory import gradient_bytes, optimizer_bytes, stage_counts, trained
+from megatron_dllm.planning.memory import gradient_bytes, on_rank, optimizer_bytes, stage_counts
 from megatron_dllm.planning.network import Layer, Network
 from megatron_dllm.planning.rows import RULE, WINDOW, Rows
 
@@ -59,7 +61,9 @@ class Roofline:
     def __init__(self, network: Network, rows: Rows, args: Namespace, layout: Layout, gpu: Gpu, node: int = 8):
         self.network, self.rows, self.args, self.layout, self.gpu, self.node = network, rows, args, layout, gpu, node
         self.kept = Kept(network, layout, Micro.of(rows, layout))
-        self.all = Kept(network, dataclasses.replace(layout, recompute="", modules=frozenset()), Micro.of(rows, layout))
+        whole = dataclasses.replace(layout, recompute="", modules=frozenset())
+        self.all = Kept(dataclasses.replace(network, adapters=None), whole, Micro.of(rows, layout))
+        self.times = TRAINED if network.adapters is None else FROZEN  # that a product is made
         self.micro = rows.scaled(layout.micro_batch / layout.context)
         self.peak = gpu.peak(bool(getattr(args, "fp8", None)))
 
@@ -106,7 +110,7 @@ class Roofline:
         total["products"] = total.get("products", 0.0) + ends / (self.peak * MATMUL)
         if self.rows.first is not None:  # a forward pass of so many of the rows
             share = self.rows.first.processed / self.rows.processed
-            total["first pass"] = share * sum(total.values()) / 3
+            total["first pass"] = share * sum(total.values()) / self.times
         if lay.pipeline > 1:
             states = self.kept.between * self.network.width * lay.element
             crosses = lay.tensor * lay.context * lay.data >= self.node
@@ -119,24 +123,47 @@ class Roofline:
         work = layer_forward(net, layer, self.micro, pairs_of(layer, self.micro))
         tokens = self.micro.tiled[WINDOW if layer.window else RULE]
         attention = 4.0 * layer.query * tokens / lay.tensor / (self.gpu.bf16 * ATTENTION)
-        dense = self._products((work["qkv and output"]) / lay.tensor, layer.count.split - self._mlp_weights(layer))
+        dense = self._products((work["qkv and output"]) / lay.tensor, layer.count.all.split - self._mlp_weights(layer))
         mlp = self._products(work["mlp"] / lay.tensor, self._mlp_weights(layer))
         experts = self._products((work.get("experts", 0.0) + work.get("router", 0.0)) / lay.shards, 0)
         if layer.experts:
-            local = layer.count.expert / (lay.expert * lay.expert_tensor) * lay.element
+            local = on_rank(layer.count.all, lay)[1] * lay.element
             experts = max(experts, local / (self.gpu.bandwidth * MEMORY))
         tensor, expert = self._tensor(layer), self._expert(layer)
         context = self._context(layer)
         again = self._again()
         kept = self.all.layer(layer) / (self.gpu.bandwidth * MEMORY)
+        times = {name: self.times + number for name, number in again.items()}
+        gathers_again = lay.sequence_parallel and self.network.adapters is None  # for gradients of weights
         return {
-            "products": (3 + again["dense"]) * dense + (3 + again["mlp"]) * mlp + (3 + again["experts"]) * experts,
+            "products": times["dense"] * dense + times["mlp"] * mlp + times["experts"] * experts,
+            "adapters": self._adapters(layer, work.get("adapters", 0.0), again["dense"]),
             "attention": (1 + _ATTENTION_BACKWARD + again["attention"]) * attention,
             "memory": (2 + 4 + 2 * again["dense"]) * kept,
-            "tensor parallel": (2 + again["dense"] + (0.5 if lay.sequence_parallel else 0)) * tensor,
+            "tensor parallel": (2 + again["dense"] + (0.5 if gathers_again else 0)) * tensor,
             "context parallel": (2 + again["attention"]) * context,
             "expert parallel": (2 + again["experts"]) * expert,
         }
+
+    def _adapters(self, layer: Layer, flops: float, again: int) -> float:
+        """Forward and backward. flops: forward, of all tensor-parallel ranks."""
+        lay, net, kept = self.layout, self.network, self.kept
+        outer, inner = kept.between * net.width, kept.T / lay.tensor  # numbers of whole vectors; rows, for widths
+        routed, mlps = kept.between * layer.active, bool(layer.dense) + bool(layer.shared_expert)
+        mlp = lambda gates: (
+            mlps * outer
+            + inner * gates * (layer.dense + layer.shared_expert)
+            + routed * (lay.expert_tensor * net.width + gates * layer.expert)
+        )
+        numbers = {  # that go in and come out
+            "linear_qkv": outer + inner * layer.qkv,
+            "linear_proj": inner * layer.query + outer,
+            "linear_fc1": mlp(net.gates),
+            "linear_fc2": mlp(1),
+        }
+        moved = 3 * lay.element * sum(number for kind, number in numbers.items() if net.thin(kind))
+        products = (TRAINED + again) * flops / lay.shards / (self.peak * MATMUL)
+        return max(products, (2 + again) * moved / (self.gpu.bandwidth * MEMORY))
 
     def _again(self) -> dict[str, int]:
         lay = self.layout
@@ -187,8 +214,8 @@ class Roofline:
     def _data_parallel(self, micro_batch: float) -> float:
         lay, args = self.layout, self.args
         seconds = {"gradients": 0.0, "weights": 0.0}
-        count = max(stage_counts(self.network, args, lay), key=lambda count: sum(trained(count, lay)))
-        dense, expert = trained(count, lay)
+        count = max(stage_counts(self.network, args, lay), key=lambda count: sum(on_rank(count.trained, lay)))
+        dense, expert = on_rank(count.trained, lay)
         groups = (
             (dense, lay.data * lay.context, lay.tensor),
             (expert, lay.expert_data, lay.expert * lay.expert_tensor),
@@ -209,8 +236,8 @@ class Roofline:
 
     def _optimizer(self) -> float:
         lay, args = self.layout, self.args
-        count = max(stage_counts(self.network, args, lay), key=lambda count: sum(trained(count, lay)))
+        count = max(stage_counts(self.network, args, lay), key=lambda count: sum(on_rank(count.trained, lay)))
         shares = (lay.data * lay.context, lay.expert_data) if lay.distributed_optimizer else (1, 1)
-        numbers = sum(number / share for number, share in zip(trained(count, lay), shares, strict=True))
+        numbers = sum(number / share for number, share in zip(on_rank(count.trained, lay), shares, strict=True))
         moved = 2 * optimizer_bytes(args) + gradient_bytes(args) + lay.element
         return numbers * max(moved, FLOAT) / (self.gpu.bandwidth * MEMORY)

@@ -200,7 +200,7 @@ class Search:
         """None if a check refuses it (counted in `refusals`)."""
         args = _with_flags(self.args, flags)
         try:
-            check_arguments(args, set(self.given), copy.copy(self.tokenizer))
+            _quietly(check_arguments, args, set(self.given), copy.copy(self.tokenizer))
             if is_gemma(args) and args.recompute_granularity == "selective" and args.recompute_modules == ["mlp"]:
                 return None
             args = self._completed(args)
@@ -243,7 +243,7 @@ class Search:
         """Whether Megatron's own validation accepts it too."""
         args = _with_flags(self.args, plan.flags)
         try:
-            check_arguments(args, set(self.given), copy.copy(self.tokenizer))
+            _quietly(check_arguments, args, set(self.given), copy.copy(self.tokenizer))
             _quietly(check_with_megatron, args)
         except ValueError as error:
             self.refusals[str(error)] = self.refusals.get(str(error), 0) + 1

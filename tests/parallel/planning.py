@@ -203,7 +203,8 @@ def planned(args, all_rows: list[Rows]) -> dict:
         bytes_ = sum(micro.chunk(chunk) for chunk in chunks) + micro.ends(first, last)
         bytes_ += layout.virtual * micro.masks(rows, 1)  # each chunk reads the data itself
         bytes_ += micro.head({name: n * share for name, n in rows.scored.items()}) if last else 0.0
-        kept.append(bytes_ + (0.0 if kept else micro.gathered()))
+        buffer = not kept and network.adapters is None  # is made once, and stays
+        kept.append(bytes_ + (micro.gathered() if buffer else 0.0))
     state = memory.state_memory(count, args, layout)
     executed = Executed(dense=True, unused=True)
     rows = sum(all_rows[1 : layout.microbatches], all_rows[0])
@@ -211,7 +212,7 @@ def planned(args, all_rows: list[Rows]) -> dict:
     return dict(
         kept=kept,
         most_flying=in_flight(layout, stage),
-        parameters=sum(memory.held(count, layout)),
+        parameters=sum(memory.on_rank(count.all, layout)),
         gradients=state["gradients"],
         optimizer=state["optimizer"],
         flops=flops,

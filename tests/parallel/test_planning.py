@@ -56,7 +56,23 @@ LAYOUTS = {
     "gemma TP2 SP": (2, f"{GEMMA} {SP}"),
     "gemma CP2": (2, f"{GEMMA} --context-parallel-size 2"),
 }
+LORA = "--lora-rank 3"
+ADAPTERS = {
+    "all layers": (1, LORA),
+    "some projections, dropout": (1, f"{LORA} --lora-targets q_proj,v_proj,down_proj --lora-dropout 0.1"),
+    "q and v, bf16": (1, f"{LORA} --lora-targets q_proj,v_proj --bf16"),
+    "experts, a shared one": (1, f"{LORA} --model-preset tiny-moe --moe-shared-expert-intermediate-size 64"),
+    "gemma, two passes": (1, f"{LORA} {GEMMA} --block-diffusion-self-conditioning 1"),
+    "gemma, q and v": (1, f"{LORA} {GEMMA} --lora-targets q_proj,v_proj --block-diffusion-self-conditioning 0"),
+    "gemma, no first product": (1, f"{LORA} {GEMMA} --lora-targets down_proj --block-diffusion-self-conditioning 0"),
+    "TP2 SP": (2, f"{LORA} {HYBRID} {SP}"),
+    "TP4 SP, fewer groups": (4, f"{LORA} {LAYOUTS['TP4 SP, fewer groups'][1]}"),
+    "EP2": (2, f"{LORA} {LAYOUTS['EP2'][1]}"),
+    "TP2 SP EP2": (2, f"{LORA} {LAYOUTS['TP2 SP EP2'][1]}"),
+    "PP2 uneven, tied": (2, f"{LORA} {LAYOUTS['PP2 uneven, tied'][1]}"),
+}
 SLOW = "PP4", "CP2 a2a", "DP2", "TP2 SP EP2", "gemma CP2", "PP2 uneven, tied"
+SLOW_ADAPTERS = "gemma, q and v", "gemma, no first product", "TP4 SP, fewer groups", "TP2 SP EP2", "PP2 uneven, tied"
 # torch counts the backward of attention as five products, the scores made again; a model's has four
 FIVE_PRODUCTS = 3.5 / 3
 
@@ -81,8 +97,23 @@ def observe(pool, hf_folder, tmp_path_factory):
     return run
 
 
-def check(ranks: list[dict], recomputes: bool = False) -> None:
+def check(ranks: list[dict], recomputes: bool = False, close: float | None = None) -> None:
+    check_memory(ranks, close)
+    total = lambda name: sum(rank[name] for rank in ranks)
+    plan = lambda name: sum(rank["planned"][name] for rank in ranks)
     parallel = ranks[0]["planned"]["model_parallel"]
+    counted = sum(sum(_parts(rank["planned"]["flops"]).values()) for rank in ranks) / parallel
+    logged = plan("model_flops") / parallel  # on every rank; batches as small as these are counted pair by pair
+    assert all(rank["logged"] == pytest.approx(logged, rel=1e-9) for rank in ranks)
+    assert logged < total("flops")
+    if recomputes:
+        assert counted < 0.99 * total("flops")
+    else:
+        assert abs(counted - total("flops")) < 0.002 * total("flops")
+
+
+def check_memory(ranks: list[dict], close: float | None = None) -> None:
+    """close: by how much of it what is kept may be missed."""
     for rank in ranks:
         planned = rank["planned"]
         assert rank["parameters"] == planned["parameters"]
@@ -93,16 +124,8 @@ def check(ranks: list[dict], recomputes: bool = False) -> None:
     assert total("optimizer") == plan("optimizer")
     # ranks may differ, where experts are chosen unevenly
     kept, expected = (sum(sum(values) for values in lists) for lists in zip(*map(_kept, ranks), strict=True))
-    close = 0.005 if len(ranks) == 1 else 0.03
+    close = close or (0.005 if len(ranks) == 1 else 0.03)
     assert abs(expected - kept) < close * kept
-    counted = sum(sum(_parts(rank["planned"]["flops"]).values()) for rank in ranks) / parallel
-    logged = plan("model_flops") / parallel  # on every rank; batches as small as these are counted pair by pair
-    assert all(rank["logged"] == pytest.approx(logged, rel=1e-9) for rank in ranks)
-    assert logged < total("flops")
-    if recomputes:
-        assert counted < 0.99 * total("flops")
-    else:
-        assert abs(counted - total("flops")) < 0.002 * total("flops")
 
 
 def _kept(rank: dict) -> tuple[list, list]:
@@ -136,3 +159,22 @@ def test_recomputation(observe, kind):
 )
 def test_layouts(observe, name):
     check(observe(*LAYOUTS[name]))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_ADAPTERS else []) for name in ADAPTERS]
+)
+def test_adapters(observe, name):
+    check(observe(*ADAPTERS[name]), close=0.002)  # they are a small part
+
+
+@pytest.mark.parametrize("kind", ("full", "experts"))
+def test_adapters_under_recomputation(observe, kind):
+    check(observe(1, f"{LORA} {RECOMPUTED[kind]}"), recomputes=True)
+
+
+def test_experts_that_are_cut_have_a_matrix_whole(observe):
+    """Of an adapter A or B, on every expert-tensor-parallel rank; all tokens meet it there, which is more operations
+    than are counted, by 1.4 % here."""
+    cut = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2"
+    check_memory(observe(4, f"{LORA} --model-preset tiny-moe {SP} {cut}"), close=0.002)

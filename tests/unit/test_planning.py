@@ -243,7 +243,7 @@ SENTENCES = {
     f"{LLADA} --seq-length 4096 --gpus 8 --tensor-model-parallel-size 3": "no layout of 8 GPU|cannot be laid out",
     f"{LLADA} --seq-length 4096 --gpus 8 --dllm-block-size 4": "has no effect on",
     f"{LLADA} --seq-length 4096 --gpus 8 --optimizer muon": "cannot be planned",
-    f"{LLADA} --seq-length 4096 --gpus 8 --lora-rank 8": "--lora-rank is not counted by a plan",
+    f"{LLADA} --seq-length 4096 --gpus 8 --dllm-emulate-fp8 mxfp8": "--dllm-emulate-fp8 is not counted by a plan",
     f"{LLADA} --seq-length 4096 --gpus 24 --global-batch-size 1024": "size 1024 out evenly; try a multiple",
     f"{LLADA} --seq-length 4096 --gpus 8 --peak-tflops 0": "--peak-tflops 0.0 is no speed",
     "--dllm-mode mdlm --model-preset tiny --seq-length 64 --gpus 8": "how large is the vocabulary",
