@@ -62,9 +62,11 @@ def build(*flags: str, draw_weights: bool):
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.training import global_vars
 
+    from megatron_dllm import fixes
     from megatron_dllm.arguments import read_command_line
     from megatron_dllm.training import model_provider
 
+    fixes.install()
     CudaRNGStatesTracker.fork = lambda self, *args: contextlib.nullcontext()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mpu.initialize_model_parallel()
