@@ -4,7 +4,13 @@ Importing this package on a machine without a GPU installs the CPU backend (`meg
 to happen before anything imports `megatron`. With a GPU nothing of it is imported.
 """
 
+import warnings
+
 import torch
+
+# Megatron imports ModelOpt wherever that is installed, which says this in every process of every tool
+for _message in ("transformers .* is not tested with current version of modelopt", "`torch.jit.script` is deprecated"):
+    warnings.filterwarnings("ignore", message=_message)
 
 if not torch.cuda.is_available():
     from megatron_dllm import cpu

@@ -64,6 +64,8 @@ def check_options(options: argparse.Namespace) -> None:
     for name, value in ((name, getattr(options, name)) for name in least):
         if value is not None and value < least[name]:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give at least {least[name]}.")
+    if options.dllm_mode == "dflash":
+        raise ValueError("--dllm-mode dflash is of drafts, and only whole models are quantized: give one and its mode.")
     check_new_folder(options.save)
 
 
@@ -91,11 +93,17 @@ def prepare(options: argparse.Namespace):
     needed = options.calib_samples + options.eval_samples
     samples = open_samples(args, source.tokenizer, needed)
     split = (range(options.calib_samples), range(options.calib_samples, needed))
-    return source, args, *(corrupted_batches(samples, indices, options.batch_size, args) for indices in split)
+    calibration, evaluation = (corrupted_batches(samples, indices, options.batch_size, args) for indices in split)
+    if evaluation and not any(len(term.rows_N) for batch in evaluation for term in batch.terms.values()):
+        raise ValueError(
+            f"nothing of the {options.eval_samples} samples that the loss would be measured on is noised: give more "
+            "--eval-samples, or longer ones."
+        )
+    return source, args, calibration, evaluation
 
 
 def run(options: argparse.Namespace, source, args, calibration: list, evaluation: list) -> None:
-    """Quantize, measure and write. Nothing is left if it fails."""
+    """Quantize, measure and write. If it fails nothing is left, and of a process that is killed a .part folder."""
     import torch
 
     from megatron_dllm.quantization import folder
@@ -133,7 +141,8 @@ def run(options: argparse.Namespace, source, args, calibration: list, evaluation
         shutil.rmtree(part, ignore_errors=True)
         raise
     if evaluation:
-        print(f"\nLoss on {options.eval_samples} other samples, nats per token:\n{table(before, after)}\n")
+        samples = "another sample" if options.eval_samples == 1 else f"{options.eval_samples} other samples"
+        print(f"\nLoss on {samples}, nats per token:\n{table(before, after)}\n")
     report(written, options.save, time.perf_counter() - began)
     if not has_tokenizer(options.save):
         print(f"It holds no tokenizer: transformers has no form for this one ({args.tokenizer_type}).")
@@ -156,10 +165,10 @@ def table(before, after) -> str:
     if len(before.terms) > 1:
         rows += [(f"{name} term", "", value, after.terms[name]) for name, value in before.terms.items()]
     rows += [("loss", "", before.loss, after.loss)]
-    lines = [f"{'noise level':14}{'tokens':>9}{'before':>11}{'after':>11}{'after/before':>14}"]
+    lines = [f"{'noise level':16}{'tokens':>9}{'before':>11}{'after':>11}{'after/before':>14}"]
     for name, tokens, old, new in rows:
         ratio = f"{new / old:14.4f}" if old else ""
-        lines.append(f"{name:14}{tokens:>9}{old:11.5f}{new:11.5f}{ratio}")
+        lines.append(f"{name:16}{tokens:>9}{old:11.5f}{new:11.5f}{ratio}")
     return "\n".join(lines)
 
 

@@ -120,7 +120,6 @@ def write_peft(planned, reader, save: str, dtype: torch.dtype | None = None) -> 
     try:
         peft = _collect(planned, reader, packed, dtype)
         save_file(peft.tensors, os.path.join(part, WEIGHTS), metadata={"format": "pt"})
-        os.chmod(os.path.join(part, WEIGHTS), 0o644)  # which safetensors makes for its owner alone
         with open(os.path.join(part, CONFIG), "w", encoding="utf-8") as file:
             json.dump(_config(planned, peft, packed), file, indent=2, sort_keys=True)
             file.write("\n")

@@ -5,13 +5,16 @@ as memory, page by page), the writer lays out each file first and then writes ro
 Nothing of a folder is executed: only safetensors and JSON are read.
 """
 
+import fcntl
 import json
 import math
 import os
 import shutil
+import stat
 import struct
 import sys
 from pathlib import Path
+from typing import IO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -247,25 +250,54 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 _OURS = ".unfinished"  # marks a folder as one that may be thrown away
+_held: dict[str, IO] = {}  # markers of folders that this process is writing, locked
 
 
 def begin_part(path: str) -> str:
     """An empty folder `path`.part, which `finish_part` will call `path`. What an interrupted run has left there is
-    replaced; ValueError if it is something else."""
+    replaced; ValueError if it is something else, or another process is at work there."""
     part = path + ".part"
     if os.path.lexists(part) and not os.path.isfile(os.path.join(part, _OURS)):
         raise ValueError(f"{part} is in the way, and nothing that an interrupted conversion left: move it elsewhere.")
+    _let_go(part)
     if os.path.isdir(part):
-        shutil.rmtree(part)
+        with open(os.path.join(part, _OURS)) as marker:
+            if not _hold(marker):
+                raise ValueError(f"{part} is being written by another process: wait for it, or choose another folder.")
+            shutil.rmtree(part)
     os.makedirs(part)
-    Path(part, _OURS).touch()
+    _held[part] = open(os.path.join(part, _OURS), "w")  # noqa: SIM115 (closed when the folder is finished)
+    _hold(_held[part])
     return part
 
 
+def _let_go(part: str) -> None:
+    if part in _held:
+        _held.pop(part).close()
+
+
+def _hold(marker: IO) -> bool:
+    """Whether this process now holds the lock of an open file; True where files have no locks."""
+    try:
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def finish_part(path: str) -> None:
-    """Give the folder its name."""
-    os.remove(os.path.join(path + ".part", _OURS))
-    os.rename(path + ".part", path)
+    """Give the folder its name, and its files the mode of any new file: safetensors writes private ones."""
+    part = path + ".part"
+    marker = os.path.join(part, _OURS)
+    mode = stat.S_IMODE(os.stat(marker).st_mode)
+    for name in os.listdir(part):
+        if os.path.isfile(file := os.path.join(part, name)):
+            os.chmod(file, mode)
+    os.remove(marker)
+    os.rename(part, path)
+    _let_go(part)
 
 
 def check_new_folder(path: str, bytes_needed: int = 0, flag: str = "--save") -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+import subprocess
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -290,6 +292,34 @@ def test_interrupted_and_abandoned_writes(tmp_path):
     abandoned.write("a", 0, saved["a"])
     abandoned.abandon()
     assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_a_folder_that_another_process_writes(tmp_path):
+    """It is not taken from under its hands, and is free again when that process is gone."""
+    path = str(tmp_path / "hf")
+    code = f"from megatron_dllm.models.hf import begin_part; begin_part({path!r}); print('there', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "there\n"
+        assert "hf.part is being written by another process: wait" in refused(hf.begin_part, path)
+        assert os.listdir(tmp_path / "hf.part") == [".unfinished"]
+        other.kill()
+    for _ in range(2):  # and one's own, abandoned
+        assert os.listdir(hf.begin_part(path)) == [".unfinished"]
+    hf.finish_part(path)
+
+
+def test_all_of_a_folder_can_be_read_by_others(tmp_path):
+    """Also what a library has written for its owner alone."""
+    before = os.umask(0o027)
+    try:
+        part = hf.begin_part(str(tmp_path / "hf"))
+        save_file(tensors(), os.path.join(part, SINGLE))
+        hf.finish_part(str(tmp_path / "hf"))
+    finally:
+        os.umask(before)
+    assert os.stat(tmp_path / "hf" / SINGLE).st_mode & 0o777 == 0o640
 
 
 def test_new_folder(tmp_path):

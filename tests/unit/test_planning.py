@@ -286,6 +286,15 @@ def test_a_folder_and_a_draft_beside_its_target(plan, tmp_path):
     assert entry["flops_per_data_token"]["target"] > 0
 
 
+def test_documents_and_answers_are_as_long_as_it_is_told(plan):
+    """Packed text sees its own document; of a chat only the answer is scored."""
+    flags = "--dllm-mode mdlm --model-preset tiny --vocab-size 512 --seq-length 64 --gpus 1 --json --best 1"
+    rows = lambda more: json.loads(plan(f"{flags} {more}"))[0]["rows"]
+    one, four = rows(""), rows("--document-length 16")
+    assert (one["pairs"][RULE], four["pairs"][RULE]) == (64**2, 4 * 16**2)
+    assert rows("--answer-share 0.25")["scored"]["dllm"] == pytest.approx(one["scored"]["dllm"] / 4, rel=0.3)
+
+
 def test_scaling_is_against_the_smallest_number_that_fits(plan):
     flags = "--dllm-mode mdlm --model-preset llada-8b --seq-length 4096 --micro-batch-size 1 --context-parallel-size 1"
     table = plan(f"{flags} --tensor-model-parallel-size 2 --gpus 2 8 64 --markdown").splitlines()

@@ -130,7 +130,7 @@ def test_layouts_that_adapters_cannot_have_are_not_shown(plan):
 
 
 REFUSED = {
-    f"{LLADA} --gpus 8 --lora-rank 16 --transformer-impl transformer_engine": "has no place in the layers of",
+    f"{LLADA} --gpus 8 --lora-rank 16 --use-transformer-engine-op-fuser": "leaves no layers to adapt",
     f"{LLADA} --gpus 8 --lora-rank 16 --lora-targets head": "--lora-targets head is no layer of this model",
     f"{LLADA} --gpus 8 --lora-alpha 16": "--lora-alpha has no effect without --lora-rank",
     f"{LLADA} --gpus 8 --lora-rank 5000": "--lora-rank 5000 is more than --hidden-size 4096",
