@@ -75,6 +75,12 @@ def test_a_step_in_bf16_is_near_one_in_fp32(chat, impl):
     assert losses(*command, "--bf16", "--transformer-impl", impl) == pytest.approx(losses(*command), rel=2e-2)
 
 
+def test_adapters_beside_transformer_engines_products(chat):
+    pytest.importorskip("transformer_engine.pytorch")
+    command = [*TINY, *chat, "--bf16", "--lora-rank", "4", "--lr", "3e-2", "--transformer-impl"]
+    assert losses(*command, "transformer_engine") == pytest.approx(losses(*command, "local"), rel=2e-2)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_in_fp8_is_near_its_emulation(chat, recipe):
     pytest.importorskip("transformer_engine.pytorch")
