@@ -181,6 +181,8 @@ def _check(args) -> None:
             )
     if args.dllm_emulate_fp8 is not None:
         raise ValueError("--dllm-emulate-fp8 is not counted by a plan: leave it out.")
+    if args.json and args.markdown:
+        raise ValueError("--json and --markdown are two forms of the same: give one.")
     if args.document_length is not None and args.document_length < 1:
         raise ValueError(f"--document-length {args.document_length} is too small: it must be at least 1.")
     if not 0 < args.answer_share <= 1:

@@ -245,6 +245,7 @@ SENTENCES = {
     f"{LLADA} --seq-length 4096 --gpus 8 --optimizer muon": "cannot be planned",
     f"{LLADA} --seq-length 4096 --gpus 8 --dllm-emulate-fp8 mxfp8": "--dllm-emulate-fp8 is not counted by a plan",
     f"{LLADA} --seq-length 4096 --gpus 24 --global-batch-size 1024": "size 1024 out evenly; try a multiple",
+    f"{LLADA} --seq-length 4096 --gpus 8 --json --markdown": "are two forms",
     f"{LLADA} --seq-length 4096 --gpus 8 --peak-tflops 0": "--peak-tflops 0.0 is no speed",
     "--dllm-mode mdlm --model-preset tiny --seq-length 64 --gpus 8": "how large is the vocabulary",
 }
