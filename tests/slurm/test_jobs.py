@@ -51,13 +51,16 @@ _TRAINER = """
 import os, signal, sys, time
 from pathlib import Path
 save = Path(os.environ["SAVE"])
-tracker = save / "latest_checkpointed_iteration.txt"
+tracker, trains = save / "latest_checkpointed_iteration.txt", save / "trains"
 before = int(tracker.read_text()) if tracker.exists() else 0
 def leave(*_):
+    time.sleep(3)
     tracker.write_text(str(before + 1))
+    trains.unlink()
     sys.exit()
 signal.signal(signal.SIGTERM, leave)
-(save / "trains").write_text(os.environ["SLURM_JOB_ID"])
+with open(trains, "x") as file:  # fails if somebody trains here
+    file.write(os.environ["SLURM_JOB_ID"])
 while True:
     time.sleep(0.1)
 """
@@ -65,7 +68,7 @@ while True:
 
 @pytest.fixture
 def training(cluster, tmp_path):
-    """Submits pretraining that saves when it is told to leave: training(*options, SAVE=...) gives the number."""
+    """training(*options, SAVE=...) submits pretraining that takes some time to save; gives the number of the job."""
     (tmp_path / "trainer.py").write_text(_TRAINER)
     (tmp_path / "launch.sh").write_text(f'exec $LAUNCH "{tmp_path}/trainer.py"\n')
     jobs = []
@@ -93,7 +96,6 @@ def test_a_task_of_an_array_goes_back_alone_and_keeps_its_folder(cluster, traini
     cluster.run("scancel", "--batch", "--signal=USR1", tasks[whole])
     until(lambda: states()[whole] == ("PENDING", "1"), logs)
     assert [states()[i] for i in others] == [("RUNNING", "0")] * 2, logs()
-    trains[whole].unlink()
     cluster.start_now(tasks[whole])
     until(trains[whole].exists, logs)  # the folder is its own still
 
@@ -103,11 +105,10 @@ def test_a_task_of_an_array_goes_back_alone_and_keeps_its_folder(cluster, traini
     until(lambda: cluster.job(second)["JobState"] == "FAILED", logs)
     assert f"trains into {tmp_path}/run{busy}" in (tmp_path / f"{second}.log").read_text()
     # it is free when that task has ended, and only then
-    trains[busy].unlink()
     cluster.run("scancel", tasks[busy])
     third = training(SAVE=tmp_path / f"run{busy}")
-    until(trains[busy].exists, logs)
-    assert trains[busy].read_text() == str(third) and states()[busy][0] == "CANCELLED"
+    until(lambda: trains[busy].exists() and trains[busy].read_text() == str(third), logs)
+    assert states()[busy][0] == "CANCELLED"
     assert [states()[i] for i in (whole, others[1])] == [("RUNNING", "1"), ("RUNNING", "0")]
 
 

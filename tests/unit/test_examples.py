@@ -197,8 +197,7 @@ def test_a_slurm_job_without_its_environment_says_how_to_make_it(slurm, tmp_path
 
 @pytest.mark.parametrize("script", ("pretrain", "convert", "generate"))
 def test_a_slurm_job_from_another_folder_asks_for_the_repository(slurm, tmp_path, script):
-    files = dict(PROMPTS="prompts.jsonl", OUTPUT="answers")
-    call, _, done = slurm(script, SLURM_SUBMIT_DIR=str(tmp_path), **files)
+    call, _, done = slurm(script, SLURM_SUBMIT_DIR=str(tmp_path), PROMPTS="prompts.jsonl", OUTPUT="answers")
     assert not call and done.returncode == 2
     assert done.stderr == f"{tmp_path} is not the repository: submit from there, or set REPOSITORY to its path.\n"
 
@@ -219,6 +218,16 @@ def test_slurm_ranks_must_find_the_first_node(slurm, tmp_path):
     assert not call and done.returncode == 2 and "set HEAD_NODE" in done.stderr and not (tmp_path / "run").exists()
 
 
+def test_a_slurm_job_does_not_take_the_folder_that_another_took_meanwhile(slurm, tmp_path):
+    holder = tmp_path / "slurm_job"
+    holder.write_text("7\n")
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(f'#!/bin/bash\nif [ "$3" = 8 ]; then echo RUNNING; else echo 8 >{holder}; fi\n')
+    squeue.chmod(0o755)
+    call, _, done = slurm("pretrain", SAVE=str(tmp_path))
+    assert not call and holder.read_text() == "8\n" and done.stderr.startswith("Job 8 trains into")
+
+
 @pytest.fixture
 def generate(slurm, tmp_path):
     """Runs task `task` of an array `--array FIRST-LAST`; returns the flags of tools/generate.py, and the process."""
@@ -228,8 +237,7 @@ def generate(slurm, tmp_path):
     def run(first: int, last: int, task: int, count: int | None = None, **environment: str):
         place = dict(JOB_ID="77", TASK_ID=task, TASK_MIN=first, TASK_MAX=last, TASK_COUNT=count or last - first + 1)
         environment |= {f"SLURM_ARRAY_{name}": str(value) for name, value in place.items()}
-        files = dict(PROMPTS=str(prompts), OUTPUT=str(answers))
-        call, _, done = slurm("generate", **files | environment)
+        call, _, done = slurm("generate", **dict(PROMPTS=str(prompts), OUTPUT=str(answers)) | environment)
         return call, done
 
     return run
