@@ -18,12 +18,6 @@ SECONDS = 120  # for a start, on a busy machine
 _UNFINISHED = "100000"
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with Cluster() as cluster:
-        yield cluster
-
-
 @pytest.mark.parametrize("name", ("pretrain", "convert", "generate"))
 def test_a_shipped_script_fits_on_eight_nodes_of_eight_gpus(cluster, name):
     cluster.run("sbatch", "--test-only", ROOT / f"examples/slurm/{name}.sbatch")
@@ -166,8 +160,8 @@ def test_a_checkpoint_is_converted_and_answers_prompts(cluster, interrupted, tmp
     log = "\n".join(f"{path}:\n{path.read_text()[-1500:]}" for path in sorted(tmp_path.rglob("*.log")))
     assert (hf / "model.safetensors").exists() and "is a qwen3 folder" in log
     shares = sorted(answers.iterdir())
-    assert [path.name for path in shares] == ["00001.jsonl", "00002.jsonl"], log
-    lines = [json.loads(line) for path in shares for line in path.read_text().splitlines()]
+    assert [path.name for path in shares] == ["00001.jsonl", "00002.jsonl", "shares"], log
+    lines = [json.loads(line) for path in shares[:2] for line in path.read_text().splitlines()]
     assert [line["number"] for line in lines] == list(range(5)) and all("text" in line for line in lines)
     # what is done is not begun again
     again = cluster.submit(*generate, **common | files)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -150,6 +151,7 @@ def slurm(tmp_path):
     stubs = dict(
         srun='while [[ $1 == --* ]]; do shift; done; exec "$@"',
         scontrol="if [ $2 = hostnames ]; then printf 'node%d\\n' 0 1 2 3 4 5 6 7; else echo JobState=RUNNING x; fi",
+        getent='[ "$2" != nowhere ]',
         python='printf "%s\\n" $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT "$@" >$RECORD',
     )
     (tmp_path / "bin").mkdir()
@@ -160,11 +162,11 @@ def slurm(tmp_path):
     place |= dict(JOB_ID="12345", JOB_NAME="dllm", CPUS_PER_TASK="8", SUBMIT_DIR=str(ROOT))
 
     def run(script: str, *words: str, **environment: str) -> tuple[list[str], list[str], subprocess.CompletedProcess]:
-        environment |= dict(VENV=str(tmp_path), LOGS=str(tmp_path / "logs"), RECORD=str(tmp_path / "call"))
-        environment |= {f"SLURM_{name}": value for name, value in place.items()}
+        told = dict(VENV=str(tmp_path), LOGS=str(tmp_path / "logs"), RECORD=str(tmp_path / "call"))
+        environment = told | {f"SLURM_{name}": value for name, value in place.items()} | environment
         done = subprocess.run(
-            ["bash", f"examples/slurm/{script}.sbatch", *words],
-            cwd=ROOT,
+            ["bash", ROOT / f"examples/slurm/{script}.sbatch", *words],
+            cwd=tmp_path,
             env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | environment,
             timeout=60,
             capture_output=True,
@@ -191,6 +193,71 @@ def test_a_slurm_job_without_its_environment_says_how_to_make_it(slurm, tmp_path
     (tmp_path / "bin" / "python").unlink()
     call, _, done = slurm("pretrain")
     assert not call and done.returncode == 2 and "examples/environment.sh" in done.stderr
+
+
+@pytest.mark.parametrize("script", ("pretrain", "convert", "generate"))
+def test_a_slurm_job_from_another_folder_asks_for_the_repository(slurm, tmp_path, script):
+    call, _, done = slurm(script, SLURM_SUBMIT_DIR=str(tmp_path), PROMPTS="prompts.jsonl", OUTPUT="answers")
+    assert not call and done.returncode == 2
+    assert done.stderr == f"{tmp_path} is not the repository: submit from there, or set REPOSITORY to its path.\n"
+
+
+def test_a_slurm_job_runs_its_own_repository_in_an_environment_of_another(slurm, tmp_path):
+    environment = tmp_path / "other"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    packages = next(environment.glob("lib/python*/site-packages"))
+    (packages / "packages.pth").write_text(sysconfig.get_path("purelib"))
+    (packages / "megatron_dllm").mkdir()
+    (packages / "megatron_dllm" / "__init__.py").write_text("raise SystemExit('the other one')")
+    _, _, done = slurm("convert", "import", "--help", VENV=str(environment), PYTHONPATH="")
+    assert done.returncode == 0 and "--hf-model" in done.stdout, done.stderr
+
+
+def test_slurm_ranks_must_find_the_first_node(slurm, tmp_path):
+    call, _, done = slurm("pretrain", HEAD_NODE="nowhere", SAVE=str(tmp_path / "run"))
+    assert not call and done.returncode == 2 and "set HEAD_NODE" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_slurm_job_does_not_take_the_folder_that_another_took_meanwhile(slurm, tmp_path):
+    holder = tmp_path / "slurm_job"
+    holder.write_text("7\n")
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(f'#!/bin/bash\nif [ "$3" = 8 ]; then echo RUNNING; else echo 8 >{holder}; fi\n')
+    squeue.chmod(0o755)
+    call, _, done = slurm("pretrain", SAVE=str(tmp_path))
+    assert not call and holder.read_text() == "8\n" and done.stderr.startswith("Job 8 trains into")
+
+
+@pytest.fixture
+def generate(slurm, tmp_path):
+    """Runs task `task` of an array `--array FIRST-LAST`; returns the flags of tools/generate.py, and the process."""
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers"
+    prompts.write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(8)))
+
+    def run(first: int, last: int, task: int, count: int | None = None, **environment: str):
+        place = dict(JOB_ID="77", TASK_ID=task, TASK_MIN=first, TASK_MAX=last, TASK_COUNT=count or last - first + 1)
+        environment |= {f"SLURM_ARRAY_{name}": str(value) for name, value in place.items()}
+        call, _, done = slurm("generate", **dict(PROMPTS=str(prompts), OUTPUT=str(answers)) | environment)
+        return call, done
+
+    return run
+
+
+def test_one_share_of_a_slurm_array_is_done_again_alone(generate, tmp_path):
+    first, _ = generate(0, 3, task=2)
+    again, _ = generate(2, 2, task=2)
+    assert first == again and first[first.index("--output") + 1] == f"{tmp_path}/answers/00003.jsonl"
+    (tmp_path / "call").unlink()
+    call, done = generate(0, 7, task=4)
+    assert not call and done.returncode == 2 and "is made by the array 0-3, without 4" in done.stderr
+
+
+def test_slurm_arrays_that_cannot_share_the_prompts_are_refused(generate, tmp_path):
+    call, done = generate(1, 5, task=3, count=3)
+    assert not call and done.returncode == 2 and "from its first to its last" in done.stderr
+    call, done = generate(0, 3, task=0, PROMPTS="missing.jsonl")
+    assert not call and done.returncode == 2 and "There is no file of prompts at missing.jsonl" in done.stderr
+    assert not list((tmp_path / "answers").iterdir())
 
 
 # --- what the documents say ---------------------------------------------------------------------------------------
