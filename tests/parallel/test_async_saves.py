@@ -4,9 +4,10 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
 
+from tests.checkpoints import saved_tensors
 from tests.parallel.cases import TINY, write_chat
 from tests.parallel.pool import CaseFailed
-from tests.parallel.test_resume import LAYOUTS, tensors
+from tests.parallel.test_resume import LAYOUTS
 
 WRITES_FOR = 0.4  # seconds: several steps
 
@@ -39,7 +40,7 @@ def test_the_same_bits_as_a_save_that_training_waits_for(pool, argv, tmp_path, n
     scheduled = results[0]["output"].index("scheduled an async checkpoint save at iteration       2")
     assert scheduled < results[0]["output"].index("successfully saved checkpoint from iteration       2")
     for folder in ("iter_0000002", "iter_0000004"):
-        saved, written = (tensors(tmp_path / kind / folder) for kind in ("sync", "async"))
+        saved, written = (saved_tensors(tmp_path / kind / folder) for kind in ("sync", "async"))
         assert saved.keys() == written.keys() and any("exp_avg_sq" in key for key in saved)
         assert not [key for key in saved if not torch.equal(saved[key], written[key])]
         common = [load_common_state_dict(tmp_path / kind / folder) for kind in ("sync", "async")]

@@ -15,9 +15,10 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 
 from megatron_dllm.checkpoint import check_complete, is_complete
 from megatron_dllm.resilience.retention import checkpoints
+from tests.checkpoints import saved_tensors
 from tests.parallel.cases import TINY, write_chat
 from tests.parallel.launcher import Launcher, sessions
-from tests.parallel.test_resume import LAYOUTS, tensors
+from tests.parallel.test_resume import LAYOUTS
 
 EVERY = 3  # steps between checkpoints
 START_SECONDS = 120
@@ -108,7 +109,7 @@ def kill_again_and_again(launcher, tmp_path, name: str, kills: int, iterations: 
     left = checkpoints(str(run))
     assert left == sorted({iterations - (iterations % EVERY or EVERY), iterations})
     for step in left:
-        state, same = (tensors(folder / f"iter_{step:07d}") for folder in (run, straight))
+        state, same = (saved_tensors(folder / f"iter_{step:07d}") for folder in (run, straight))
         assert state.keys() == same.keys() and not [key for key in state if not torch.equal(state[key], same[key])]
         assert load_common_state_dict(run / f"iter_{step:07d}")["args"].consumed_train_samples == 8 * step
     assert sorted(path.name for path in run.iterdir() if not path.name.startswith("iter_")) == [
