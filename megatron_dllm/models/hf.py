@@ -5,6 +5,7 @@ as memory, page by page), the writer lays out each file first and then writes ro
 Nothing of a folder is executed: only safetensors and JSON are read.
 """
 
+import errno
 import fcntl
 import json
 import math
@@ -282,8 +283,9 @@ def _hold(marker: IO) -> bool:
         fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        pass
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
     return True
 
 
