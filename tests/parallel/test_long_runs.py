@@ -83,7 +83,7 @@ def uninformed(pool, argv, folder):
 @pytest.mark.parametrize("name", ("TP2 SP", "PP2 VPP2"))
 def test_the_slow_rank_is_named_and_not_the_one_that_waits_for_it(pool, argv, name):
     processes, layout = LAYOUTS[name]
-    for slow in (0, 1):
+    for slow in (0, 1):  # by a clock that other work on this machine does not disturb
         argv_ = [*argv, *layout.split(), "--dllm-straggler-report", "1.6", "--train-iters", 4, "--log-interval", 2]
         output = "".join(result["output"] for result in pool.run(argv_, processes, slow_rank=slow))
         reports = re.findall(r"own time a step \| fastest rank (\d).*slowest rank (\d) \(\S+\): (\S+) ms", output)

@@ -49,6 +49,7 @@ from megatron_dllm.parallel import rank_positions
 from megatron_dllm.training import install, pretrain
 from tests.parallel import lora
 from tests.parallel.naive import naive_logits, naive_loss
+from tests.parallel.quiet_clock import QuietClock
 
 SECONDS_PER_CASE = 75
 
@@ -58,6 +59,7 @@ class Observation:
 
     def __init__(self, case: dict):
         self.case = case
+        self.clock = QuietClock()
         self.places: dict[int, tuple] = {}
         self.result = dict(losses=[], grad_norms=[], rates=[], reports=[], evaluations=[], indices=[], noise={}, nll={})
 
@@ -142,8 +144,9 @@ class Observation:
         self.result["indices"].append([batch.index for batch in stream.queue])
         _model, optimizer, *_ = args
         self.result["rates"].append(optimizer.param_groups[0]["lr"])
-        slow = self.case.get("slow_rank") == dist.get_rank()
-        out = original(slowly(forward_step) if slow else forward_step, iterator, *args, **kwargs)
+        if self.case.get("slow_rank") == dist.get_rank():
+            forward_step = self.clock.slowly(forward_step, seconds=0.1)
+        out = original(forward_step, iterator, *args, **kwargs)
         if out[0]:
             self.result["losses"].append(out[0]["loss"].item())
             self.result["reports"].append({k: v.item() for k, v in out[0].items()})
@@ -208,14 +211,6 @@ class Observation:
         self.result["grad_error"] = worst.item()
 
 
-def slowly(forward_step):
-    def forward_step_of_a_bad_processor(*args):
-        time.sleep(0.05)
-        return forward_step(*args)
-
-    return forward_step_of_a_bad_processor
-
-
 def naive_gradients(model, datasets) -> dict:
     """Loss and gradients of the first global batch the plain way: one forward over the whole batch, full
     logits, F.cross_entropy, autograd. No schedule, no DDP, no row selection, no fused head."""
@@ -257,7 +252,8 @@ def run(case: dict, store) -> dict:
         check_source(args)
     case["datasets"] = build_datasets(args, tokenizer)
     observation = Observation(case)
-    with observation.watching():
+    quiet = observation.clock.installed() if "slow_rank" in case else contextlib.nullcontext()
+    with observation.watching(), quiet:
         pretrain(args, case["datasets"], store=store)
     return observation.result
 
