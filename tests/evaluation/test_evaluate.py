@@ -53,7 +53,7 @@ def evaluate(tmp_path, *argv, processes=1):
         command = [sys.executable, str(ROOT / "tools/evaluate.py"), *map(str, argv)]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
-    outputs = [process.communicate(timeout=240) for process in started]
+    outputs = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [0] * processes, outputs
     assert all(out == "" for out, _ in outputs[1:])
     return json.loads(output.read_text()), outputs[0]

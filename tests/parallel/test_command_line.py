@@ -21,7 +21,7 @@ def run(command, **environment):
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
 
 

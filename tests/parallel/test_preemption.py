@@ -16,7 +16,7 @@ import pytest
 from tests.parallel.cases import TINY, write_text
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120
+SECONDS = 300
 
 
 def descendants(pid: int) -> list[int]:
@@ -34,9 +34,9 @@ def held(pid: int, *kinds: str) -> set[int]:
 class Run:
     """Ranks as tasks of SLURM: processes of their own, which found SIGTERM ignored when they began."""
 
-    def __init__(self, folder: Path, ranks: int, *flags: str):
+    def __init__(self, folder: Path, ranks: int, *flags: str, program: str = "pretrain_dllm.py"):
         self.save, self.path = folder / "run", folder / "log"
-        command = [sys.executable, "pretrain_dllm.py", *TINY, "--data-path", write_text(folder), "--split", "70,30,0"]
+        command = [sys.executable, *program.split(), *TINY, "--data-path", write_text(folder), "--split", "70,30,0"]
         command += ["--exit-signal-handler", "--save", str(self.save), "--train-iters", "100000", *flags]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -122,7 +122,7 @@ def test_a_signal_during_the_start_is_kept(tmp_path):
 
 
 def test_a_signal_during_a_save_lets_it_end(tmp_path):
-    with Run(tmp_path, 1, "--save-interval", "3") as run:
+    with Run(tmp_path, 1, "--save-interval", "3", program="-m tests.parallel.slow_disk") as run:
         run.wait_until(lambda: (run.save / "iter_0000003").exists(), every=0.01)
         assert run.saved() == 0
         # once more and again, while processes come and go

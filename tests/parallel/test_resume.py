@@ -345,16 +345,17 @@ def test_a_run_killed_during_a_save_resumes_from_the_last_complete_checkpoint(po
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with open(tmp_path / "log", "w") as log:
         run = subprocess.Popen(
-            [sys.executable, ROOT / "pretrain_dllm.py", *argv],
+            [sys.executable, "-m", "tests.parallel.slow_disk", *argv],
+            cwd=ROOT,
             env=environment,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
     tracker, second = tmp_path / "latest_checkpointed_iteration.txt", tmp_path / "iter_0000006"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not second.exists() and run.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.001)
+        time.sleep(0.01)
     assert run.poll() is None, (tmp_path / "log").read_text()[-2000:]
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()

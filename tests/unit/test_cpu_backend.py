@@ -33,7 +33,7 @@ def python(code: str, *paths: Path) -> subprocess.CompletedProcess:
         env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

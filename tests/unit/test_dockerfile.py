@@ -58,7 +58,7 @@ def test_the_steps_of_the_dockerfile_keep_pytorch_and_add_the_program(tmp_path):
     program = "import sys, torch, megatron_dllm, megatron_dllm.training as training\n"
     program += "print(sys.prefix, torch.__file__, training.__file__, sep='\\n')"
     done = subprocess.run(
-        ["python", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        ["python", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     prefix, torch, program = done.stdout.splitlines()
     assert prefix == str(work / ".venv") and program == str(work / "megatron_dllm/training.py")

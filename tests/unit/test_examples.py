@@ -59,7 +59,7 @@ def parse(cases: list[dict]) -> list[str | None]:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -110,7 +110,7 @@ def recorder(folder: Path):
 
     def run(command: list, **environment) -> list[list[str]]:
         environment = os.environ | dict(PATH=path, RECORD=str(record)) | environment
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60, capture_output=True)
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300, capture_output=True)
         return [json.loads(line) for line in record.read_text().splitlines()]
 
     return run
@@ -168,7 +168,7 @@ def slurm(tmp_path):
             ["bash", ROOT / f"examples/slurm/{script}.sbatch", *words],
             cwd=tmp_path,
             env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | environment,
-            timeout=60,
+            timeout=300,
             capture_output=True,
             text=True,
         )
@@ -289,7 +289,7 @@ def test_documents_name_files_that_exist(document):
 
 def flags_of(*program: str) -> set[str]:
     """The flags in its help."""
-    done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return set(re.findall(r"--[a-z][\w-]+", done.stdout))
 

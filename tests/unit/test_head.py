@@ -213,7 +213,7 @@ class Ranks:
 
     def __init__(self, size: int):
         self.members = [Member(rank, self) for rank in range(size)]
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=120)
         self.slots = [None] * size
         self.gathers = 0
 

@@ -15,7 +15,7 @@ def facts(path):
     return json.loads(path.read_text())
 
 
-def until(condition, seconds=10):
+def until(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -35,7 +35,7 @@ def test_the_file_tells_how_far_the_run_is(tmp_path):
     until(lambda: facts(path)["iteration"] == 9)
     told = facts(path)
     assert told["consumed_samples"] == 72 and told["loss"] == 2.5 and told["tokens_per_second"] == 1234.6
-    assert 100 * 0.05 <= told["seconds_left"] < 100 * 5 and told["last_checkpoint"] == 7 and told["rank"] == 3
+    assert 100 * 0.05 <= told["seconds_left"] < 100 * 60 and told["last_checkpoint"] == 7 and told["rank"] == 3
     before = told["seconds_since_progress"]
     until(lambda: facts(path)["seconds_since_progress"] > before)  # it is written while nothing goes on
     heartbeat.step(10, 109, 80, math.nan, 1.0)
@@ -61,7 +61,7 @@ def test_the_end_is_told(tmp_path, error, state):
 
 def test_a_hang_shows_the_stacks_once(capfd, monkeypatch):
     def hanging_function():
-        time.sleep(1)
+        time.sleep(3)
 
     with open(capfd.readouterr() and 2, "w", closefd=False) as stderr:
         monkeypatch.setattr("sys.__stderr__", stderr)

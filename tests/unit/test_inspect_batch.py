@@ -573,7 +573,7 @@ def test_as_a_user_runs_it(data):
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert done.stdout.isascii() and len(done.stdout.splitlines()) == 4

@@ -200,7 +200,7 @@ def test_without_modelopt(made):
     argv = f"--hf-model {made.path} --dllm-mode mdlm --qformat fp8 --calib-data {made.text} --save {save}"
     command = [sys.executable, "-c", _WITHOUT, "tools/quantize.py", *argv.split()]
     environment = os.environ | dict(OMP_NUM_THREADS="1")
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stdout == "" and not save.exists()
     assert "modelopt is not installed, which quantization needs: pip install -e '.[quantize]'." in done.stderr
 
