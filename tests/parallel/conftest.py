@@ -9,7 +9,7 @@ from tests.parallel.hf import TRAIN, write_words
 
 @pytest.fixture(scope="module")
 def family(pool, tmp_path_factory):
-    """family(name, *extra flags): the reference of that data and those flags, run once."""
+    """family(kind, *extra flags, steps=2): the reference of that data and those flags, run once."""
     folder = tmp_path_factory.mktemp("layouts")
     data = {
         "chat": ["--sft-data-path", write_chat(folder)],
@@ -17,11 +17,11 @@ def family(pool, tmp_path_factory):
     }
     made = {}
 
-    def get(kind, *extra):
-        key = (kind, *extra)
+    def get(kind, *extra, steps=2):
+        key = (kind, steps, *extra)
         if key not in made:
-            own = tmp_path_factory.mktemp("reference")
-            made[key] = Family(pool, own, [*TINY, *data[kind], *(word for flags in extra for word in flags.split())])
+            argv = [*TINY, *data[kind], *(word for flags in extra for word in flags.split())]
+            made[key] = Family(pool, tmp_path_factory.mktemp("reference"), argv, steps)
         return made[key]
 
     return get

@@ -87,10 +87,11 @@ def close(a, b, relative=RELATIVE):
 
 
 class Family:
-    """A reference run and the layouts compared with it."""
+    """A reference run and the layouts compared with it. Of two steps, the first shows every gradient and the second
+    what the optimizer made of them."""
 
-    def __init__(self, pool, folder, argv):
-        self.pool, self.argv, self.path = pool, argv, str(folder / "reference.pt")
+    def __init__(self, pool, folder, argv, steps: int = 2):
+        self.pool, self.argv, self.path = pool, [*argv, "--train-iters", steps], str(folder / "reference.pt")
         self.reference = self.pool.run(argv, 1, save_reference=self.path, reference=self.path)[0]
 
     def run(self, processes: int, flags: str, **options):

@@ -96,7 +96,7 @@ def test_bf16_within_its_rounding(runs):
     processes, flags = LAYOUTS["PP2"]
     result = family.run(processes, f"{flags} --bf16 --accumulate-allreduce-grads-in-fp32")[-1]
     assert close(result["losses"], family.reference["losses"], 2e-2)
-    assert close(result["grad_norms"][:2], family.reference["grad_norms"][:2], 5e-2)
+    assert close(result["grad_norms"], family.reference["grad_norms"], 5e-2)
 
 
 def test_released_weights_as_encoder_and_canvas(pool, hf_command, tmp_path):

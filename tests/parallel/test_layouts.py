@@ -14,15 +14,15 @@ TIED = "one micro-batch|TP2 SP|PP2|PP2 VPP2|TP2 SP PP2".split("|")
 
 def test_the_single_process_equals_the_naive_computation(family):
     for kind in ("chat", "text"):
-        reference = family(kind).reference
+        reference = family(kind, steps=3 if kind == "chat" else 2).reference
         assert close(reference["losses"][0], reference["naive_loss"], 1e-6)
         assert reference["grad_error"] < 2e-6
-        assert len(reference["losses"]) == 3 and reference["grad_norms"][0] > 0
+        assert len(reference["losses"]) >= 2 and reference["grad_norms"][0] > 0
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_chat(family, name):
-    family("chat").check(*LAYOUTS[name])
+    family("chat", steps=3).check(*LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -32,7 +32,7 @@ def test_packed_text(family, name):
 
 @pytest.mark.parametrize("name", DISTRIBUTED_OPTIMIZER)
 def test_distributed_optimizer(family, name):
-    family("chat").check(*DISTRIBUTED_OPTIMIZER[name], gradients=False)
+    family("chat", steps=3).check(*DISTRIBUTED_OPTIMIZER[name], gradients=False)
 
 
 @pytest.mark.parametrize("name", TIED)

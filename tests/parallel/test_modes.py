@@ -46,7 +46,7 @@ def test_the_single_process_equals_the_naive_computation(family, mode):
         reference = family(kind, MODES[mode]).reference
         assert close(reference["losses"][0], reference["naive_loss"], 1e-6)
         assert reference["grad_error"] < 2e-6
-        assert len(reference["losses"]) == 3 and reference["grad_norms"][0] > 0
+        assert len(reference["losses"]) == 2 and reference["grad_norms"][0] > 0
         terms = [*reference["reports"][:1], *reference["evaluations"]]
         assert len(terms) == (2 if kind == "text" else 1)  # the chat run has nothing to evaluate on
         assert all(close(t["loss"], weighted(mode, t)) for t in terms)
@@ -180,7 +180,7 @@ def test_auto_balance_does_not_depend_on_the_layout(family, name):
 @pytest.mark.parametrize("flags", (BALANCE, VARIANTS["schedule"]), ids=("auto-balance", "schedule"))
 def test_what_steps_hand_on_survives_a_resume(pool, family, tmp_path, flags):
     """The third step after a checkpoint of the second, in another layout, is that of the uninterrupted run."""
-    chat = family("chat", flags)
+    chat = family("chat", flags, steps=3)
     pool.run([*chat.argv, "--save", str(tmp_path), "--save-interval", "2"], 1)
     load = ["--load", str(tmp_path), "--ckpt-step", "2"]
     resumed = pool.run([*chat.argv, *load, *LAYOUTS["TP2 SP PP2"][1].split()], 4)[-1]
@@ -195,5 +195,4 @@ def test_bf16_within_its_rounding(family, mode, name):
     processes, flags = LAYOUTS[name]
     result = family("chat", MODES[mode]).run(processes, f"{flags} --bf16 --accumulate-allreduce-grads-in-fp32")[-1]
     assert close(result["losses"], reference["losses"], 2e-2)
-    # two steps at this learning rate carry rounding into the weights of the third
-    assert close(result["grad_norms"][:2], reference["grad_norms"][:2], 5e-2)
+    assert close(result["grad_norms"], reference["grad_norms"], 5e-2)
