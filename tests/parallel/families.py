@@ -92,7 +92,7 @@ class Family:
 
     def __init__(self, pool, folder, argv, steps: int = 2):
         self.pool, self.argv, self.path = pool, [*argv, "--train-iters", steps], str(folder / "reference.pt")
-        self.reference = self.pool.run(argv, 1, save_reference=self.path, reference=self.path)[0]
+        self.reference = self.pool.run(self.argv, 1, save_reference=self.path, reference=self.path)[0]
 
     def run(self, processes: int, flags: str, **options):
         return self.pool.run(self.argv + flags.split(), processes, **options)
