@@ -1,8 +1,11 @@
 """A reference run on one process, and the layouts that must equal it."""
 
+import functools
+
 import pytest
 
 RELATIVE = 1e-5
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case that only repeats what others show
 
 # name -> (processes, flags)
 LAYOUTS = {
@@ -91,7 +94,7 @@ class Family:
     what the optimizer made of them."""
 
     def __init__(self, pool, folder, argv, steps: int = 2):
-        self.pool, self.argv, self.path = pool, [*argv, "--train-iters", steps], str(folder / "reference.pt")
+        self.pool, self.argv, self.path = pool, [*argv, "--train-iters", str(steps)], str(folder / "reference.pt")
         self.reference = self.pool.run(self.argv, 1, save_reference=self.path, reference=self.path)[0]
 
     def run(self, processes: int, flags: str, **options):

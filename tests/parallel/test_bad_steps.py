@@ -8,6 +8,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 
 from tests.checkpoints import saved_tensors
 from tests.parallel.cases import TINY, write_chat
+from tests.parallel.families import slow
 from tests.parallel.pool import CaseFailed
 from tests.parallel.test_resume import LAYOUTS
 
@@ -36,12 +37,7 @@ def run(pool, argv, name, *flags, **options):
     return pool.run([*argv, *layout.split(), *flags], processes, **options)
 
 
-_SLOW = ("1", "DP2", "CP2")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in PLACES]
-)
+@pytest.mark.parametrize("name", [slow(name) if name in ("1", "DP2", "CP2") else name for name in PLACES])
 def test_a_skipped_step_is_one_that_was_never_made(pool, argv, tmp_path, name):
     """The same bits as a run that is told beforehand to leave it out, and all ranks agree."""
     told = run(pool, argv, name, "--save", tmp_path / "told", "--iterations-to-skip", 3)

@@ -4,7 +4,7 @@ gradient against the naive computation (two plain forwards, the soft embeddings 
 import pytest
 
 from tests.parallel.cases import TINY, write_text
-from tests.parallel.families import DISTRIBUTED_OPTIMIZER, LAYOUTS, MIXTURE_OF_EXPERTS, Family, close
+from tests.parallel.families import DISTRIBUTED_OPTIMIZER, LAYOUTS, MIXTURE_OF_EXPERTS, Family, close, slow
 from tests.parallel.test_block_diffusion import write_conversations
 
 # a window shorter than the prompts, canvases longer than some answers; a small learning rate: steps amplify rounding
@@ -15,11 +15,13 @@ MODEL = (
 ROUNDING = 3e-5  # this network amplifies it; what is left out (the table's gradient by soft embeddings) is above 0.1
 HALF = f"{MODEL} --block-diffusion-self-conditioning 0.5"
 NEVER = f"{MODEL} --block-diffusion-self-conditioning 0 --dllm-train-router"
-EXPERTS = "DP2 EP2|TP2 SP ETP2|TP2 SP EP2 ETP1|TP2 SP EP2 ETP2|TP4 SP EP2 ETP2|CP2 EP2|DP2 EP2 PP2".split("|")
+EXPERTS = "DP2 EP2|TP2 SP EP2 ETP1|TP4 SP EP2 ETP2|CP2 EP2|DP2 EP2 PP2".split("|")
+EXPERTS += map(slow, "TP2 SP ETP2|TP2 SP EP2 ETP2".split("|"))
 PLAIN = (
-    "DP2, micro-batch 1|one micro-batch|TP2 SP|TP4 SP|PP2|PP2 VPP2|PP2 uneven|CP2 all_gather|CP2 a2a|recompute full|"
-    "recompute block|recompute selective|TP2 SP recompute|TP2 SP PP2 VPP2|TP2 SP CP2|PP2 CP2"
+    "DP2, micro-batch 1|TP4 SP|PP2 VPP2|PP2 uneven|CP2 a2a|recompute full|recompute block|recompute selective|"
+    "TP2 SP PP2 VPP2|TP2 SP CP2|PP2 CP2"
 ).split("|")
+PLAIN += map(slow, "one micro-batch|TP2 SP|PP2|CP2 all_gather|TP2 SP recompute".split("|"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import gemma
 from tests.parallel.cases import TINY
-from tests.parallel.families import close
+from tests.parallel.families import close, slow
 from tests.parallel.hf import TRAIN, write_words
 from tests.parallel.test_block_diffusion import write_conversations
 
@@ -149,9 +149,21 @@ def straight(pool, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("before", ("TP2 SP EP2", "1"))
-@pytest.mark.parametrize("after", ("1", "CP2 EP2", "PP2 VPP"))
-@pytest.mark.parametrize("kind", ("", _OVERLAP))
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("TP2 SP EP2", "1", ""),
+        ("TP2 SP EP2", "CP2 EP2", _OVERLAP),
+        ("TP2 SP EP2", "PP2 VPP", ""),
+        ("TP2 SP EP2", "PP2 VPP", _OVERLAP),
+        ("1", "CP2 EP2", _OVERLAP),
+        ("1", "PP2 VPP", _OVERLAP),
+        slow("TP2 SP EP2", "1", _OVERLAP),
+        slow("TP2 SP EP2", "CP2 EP2", ""),
+        *(slow("1", after, "") for after in ("1", "CP2 EP2", "PP2 VPP")),
+        slow("1", "1", _OVERLAP),
+    ],
+)
 def test_another_layout_continues_the_curve(pool, straight, before, after, kind):
     """Weights, buffers and moments; experts have an optimizer of their own with expert parallelism."""
     more = kind.split()

@@ -1,18 +1,15 @@
 """Adapters in every layout: losses, gradient norms, and every gradient against dense gradients of merged weights by the
 chain rule, in one process. Runs begin with B drawn, save where it matters that it is zero."""
 
-import functools
-
 import pytest
 
 from tests.parallel.cases import TINY, write_text
-from tests.parallel.families import DISTRIBUTED_OPTIMIZER, LAYOUTS, MIXTURE_OF_EXPERTS, Family, close
+from tests.parallel.families import DISTRIBUTED_OPTIMIZER, LAYOUTS, MIXTURE_OF_EXPERTS, Family, close, slow
 from tests.parallel.lora import Stirred
 from tests.parallel.test_block_diffusion import write_conversations
 from tests.parallel.test_diffusion_gemma import HALF, ROUNDING
 from tests.parallel.test_modes import MODES
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 LORA = ("--lora-rank", "3", "--lora-alpha", "6")
 SOME = ("--lora-targets", "q_proj,v_proj", "up_proj")
 MANY = ["--make-vocab-size-divisible-by", "48"]  # four ranks need more rows than the vocabulary has

@@ -1,7 +1,6 @@
 """Adapters in checkpoints and in folders: the weights beside them stay as they were, a run goes on in another layout,
 and PEFT computes of what is exported what the run has trained."""
 
-import functools
 import json
 import shutil
 
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dllm.models import target
 from tests.checkpoints import saved_tensors
 from tests.hf_models import make
-from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS, close
+from tests.parallel.families import LAYOUTS, MIXTURE_OF_EXPERTS, close, slow
 from tests.parallel.hf import TRAIN
 from tests.parallel.pool import CaseFailed
 from tests.parallel.test_conversion import logits, tensors
@@ -31,7 +30,6 @@ RUNS = {
     "glm4_moe": (2, f"{MIXTURE_OF_EXPERTS['PP2'][1]} --dllm-mask-token-id 2"),
 }
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 few = lambda *names: [name if name in names else slow(name) for name in RUNS]
 WITH_EXPERTS = ("qwen3_moe", "llada2", "glm4_moe", "llada_moe")
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests import gemma
 from tests.hf_models import write_tokenizer
+from tests.parallel.families import slow
 
 PROMPTS = [[10, 20, 30], [40, 50, 60, 70, 71], [80], [80]]
 NEW = dict(max_new_tokens=10, batch_size=3)
@@ -60,7 +61,14 @@ def written(pool, hf_folder, gemma_folder):
     return run
 
 
-@pytest.mark.parametrize(("mode", "layout"), [(mode, layout) for mode in MODELS for layout in LAYOUTS])
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        (pytest.param if layout == "TP2 PP2" or mode in ("mdlm", "bd3lm") else slow)(mode, layout)
+        for mode in MODELS
+        for layout in LAYOUTS
+    ],
+)
 def test_layouts_write_the_same(written, mode, layout):
     one = written(mode, 1, 1)
     assert written(mode, *LAYOUTS[layout]) == one

@@ -263,6 +263,7 @@ def clean_up() -> None:
     async_utils._async_calls_queue = None  # what a failed case had not finished
     destroy_moe_metrics_tracker()  # it remembers process groups
     if dist.is_initialized():
+        mpu.destroy_model_parallel()  # it remembers its groups, whose threads poll
         dist.destroy_process_group()
     for thing in gc.get_objects():  # what keeps models by hooks of the autograd graph, which the collector does not see
         if issubclass(type(thing), MoETokenDispatcher):  # remembers a tensor

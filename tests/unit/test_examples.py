@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -287,11 +286,42 @@ def test_documents_name_files_that_exist(document):
         assert (ROOT / name).exists() or (document.parent / name).exists(), f"{document.name} names {name}"
 
 
-def flags_of(*program: str) -> set[str]:
-    """The flags in its help."""
-    done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+# Runs programs (JSON lists of words) with --help, each in a copy of one process (imports take seconds).
+_HELP = """
+import json, os, runpy, sys, traceback
+import megatron_dllm
+from megatron_dllm import generation, training
+helps = []
+for words in json.load(sys.stdin):
+    out, into = os.pipe()
+    if os.fork() == 0:
+        os.dup2(into, 1)
+        os.close(out)
+        sys.argv, sys.path[0] = [*words, "--help"], os.path.dirname(words[0])
+        code = 0
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as end:
+            code = int(end.code not in (0, None))
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+    os.close(into)
+    helps.append(open(out).read())
+    assert os.wait()[1] == 0, words
+print("RESULT", json.dumps(helps))
+"""
+
+
+def flags_of(calls: list[tuple[str, ...]]) -> list[set[str]]:
+    """The flags in the help of each program."""
+    command = [sys.executable, "-c", _HELP]
+    done = subprocess.run(command, input=json.dumps(calls), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return set(re.findall(r"--[a-z][\w-]+", done.stdout))
+    helps = json.loads(done.stdout.rpartition("RESULT ")[2])
+    return [set(re.findall(r"--[a-z][\w-]+", text)) for text in helps]
 
 
 def test_documents_use_flags_that_exist():
@@ -300,8 +330,7 @@ def test_documents_use_flags_that_exist():
     commands = ("import", "export", "check")
     calls = [*((str(p),) for p in programs), ("examples/unigram_entropy.py",)]
     calls += [("tools/convert_checkpoint.py", command) for command in commands]
-    with ThreadPoolExecutor(2) as pool:  # each starts a program
-        helps = list(pool.map(lambda call: flags_of(*call), calls))
+    helps = flags_of(calls)
     known = {Path(call[0]).name: flags for call, flags in zip(calls, helps, strict=True) if len(call) == 1}
     converts = dict(zip(commands, helps[-3:], strict=True))
     known["convert_checkpoint.py"] |= set().union(*converts.values())
