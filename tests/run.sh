@@ -18,5 +18,5 @@ run=(python -m pytest -m "not slow and not real and not eval and not quantize an
 
 # As many at once as there are processors; one process takes a whole file, and tests/parallel, which takes longest, comes
 # first. Every process of these may start four more.
-processors="$(nproc)"
+processors="$(env -u OMP_NUM_THREADS nproc)"
 exec "${run[@]}" -n $((processors < 8 ? processors : 8)) --dist loadfile --no-loadscope-reorder
