@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.parallel.cases import ANSWERS, TINY, write_text
-from tests.parallel.families import DISTRIBUTED_OPTIMIZER, LAYOUTS, MIXTURE_OF_EXPERTS, Family, close
+from tests.parallel.families import DISTRIBUTED_OPTIMIZER, LAYOUTS, MIXTURE_OF_EXPERTS, Family, close, slow
 
 # canvases of 5 tokens: no layout divides them; the learning rate: at the usual one, steps amplify rounding
 MODE = "--dllm-mode block_diffusion --dllm-block-size 5 --lr 3e-4"
@@ -21,6 +21,9 @@ CASES = {
     "text": (SOME, "TP2 SP|PP2|PP2 VPP2|CP2 a2a|PP2 CP2"),
     "text, all": (ALL, "PP2|CP2 all_gather"),
 }
+
+
+REPEATED = (("chat, all", "CP2 a2a"), ("text", "PP2"), ("text, all", "PP2"), ("chat", "CP2 all_gather"))
 
 
 def write_conversations(folder) -> str:
@@ -71,7 +74,14 @@ def test_the_single_process_equals_the_naive_computation(runs, case):
         assert close(report["loss"], report["dllm loss"] + weight * report.get("encoder ar loss", 0.0))
 
 
-@pytest.mark.parametrize(("case", "name"), [(case, name) for case in CASES for name in CASES[case][1].split("|")])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (slow if (case, name) in REPEATED else pytest.param)(case, name)
+        for case in CASES
+        for name in CASES[case][1].split("|")
+    ],
+)
 def test_layouts(runs, case, name):
     of(runs, case).check(*LAYOUTS[name])
 
