@@ -35,7 +35,7 @@ def test_the_file_tells_how_far_the_run_is(tmp_path):
     until(lambda: facts(path)["iteration"] == 9)
     told = facts(path)
     assert told["consumed_samples"] == 72 and told["loss"] == 2.5 and told["tokens_per_second"] == 1234.6
-    assert 100 * 0.05 <= told["seconds_left"] < 100 * 60 and told["last_checkpoint"] == 7 and told["rank"] == 3
+    assert 100 * 0.05 <= told["seconds_left"] < 100 * 5 and told["last_checkpoint"] == 7 and told["rank"] == 3
     before = told["seconds_since_progress"]
     until(lambda: facts(path)["seconds_since_progress"] > before)  # it is written while nothing goes on
     heartbeat.step(10, 109, 80, math.nan, 1.0)
